@@ -1,0 +1,32 @@
+"""Exact training of transformers on sequences too long for one device."""
+
+from lss.attention import AttentionLayer
+from lss.batch import Segment, shard
+from lss.collectives import Ledger
+from lss.context import context_of
+from lss.errors import LssError
+from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm
+from lss.layout import Layout
+from lss.losses import count_tokens, token_mean_cross_entropy
+from lss.mesh import init_mesh
+from lss.parallelize import full_state_dict, parallelize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionLayer",
+    "Layout",
+    "Ledger",
+    "LssError",
+    "Segment",
+    "average_gradients",
+    "clip_gradient_norm",
+    "context_of",
+    "count_tokens",
+    "full_state_dict",
+    "gradient_norm",
+    "init_mesh",
+    "parallelize",
+    "shard",
+    "token_mean_cross_entropy",
+]

@@ -1,0 +1,226 @@
+"""The only caller of torch.distributed's collectives: each is counted in a ledger, those in a graph name their dual.
+
+Bytes are those that one rank sends, and receives, in the ring form of a collective over N ranks: (N - 1) segments for
+an all-gather or a reduce-scatter, 2 (N - 1) / N of the tensor for an all-reduce, the tensor for a broadcast.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lss.errors import LssError, MeshError, RankLostError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a ledger counts apart: one kind of collective of one layer.
+
+    Args:
+        axis: `sequence` or `data`.
+        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `broadcast`.
+        phase: `forward`, `backward`, `step` (once a batch) or `setup` (once a run).
+        layer: Qualified name of the module, or what the message carries: `gradients`, `norm`, `scalars`.
+    """
+
+    axis: str
+    operation: str
+    phase: str
+    layer: str
+
+
+@dataclass
+class Ledger:
+    """Count and bytes of every collective of this rank."""
+
+    counts: Counter[Entry] = field(default_factory=Counter)
+    bytes: Counter[Entry] = field(default_factory=Counter)
+
+    def record(self, entry: Entry, num_bytes: int) -> None:
+        """Count one collective."""
+        self.counts[entry] += 1
+        self.bytes[entry] += num_bytes
+
+    def clear(self) -> None:
+        """Forget everything, as at the start of a step."""
+        self.counts.clear()
+        self.bytes.clear()
+
+    def total(self, **where: str) -> tuple[int, int]:
+        """Count and bytes of the entries whose fields equal `where`: `total(axis="sequence", phase="forward")`."""
+        chosen = [e for e in self.counts if all(getattr(e, name) == value for name, value in where.items())]
+        return sum(self.counts[e] for e in chosen), sum(self.bytes[e] for e in chosen)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict an entry: axis, operation, pass, layer, count, bytes."""
+        return [
+            {
+                "axis": entry.axis,
+                "operation": entry.operation,
+                "pass": entry.phase,
+                "layer": entry.layer,
+                "count": count,
+                "bytes": self.bytes[entry],
+            }
+            for entry, count in self.counts.items()
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the mesh as this rank sees it. Over one rank every collective is the identity and is not counted."""
+
+    name: str
+    size: int
+    rank: int
+    ledger: Ledger
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, name: str, ledger: Ledger) -> Axis:
+        """The axis `name` of a mesh; an axis that the mesh lacks has one rank.
+
+        Raises:
+            MeshError: The mesh has no named axes.
+        """
+        if mesh.mesh_dim_names is None:
+            raise MeshError("a DeviceMesh without axis names", remedy="make it with lss.init_mesh, or name its axes")
+        if name not in mesh.mesh_dim_names:
+            return cls(name, 1, 0, ledger)
+        return cls(name, mesh[name].size(), mesh.get_local_rank(name), ledger, mesh.get_group(name))
+
+    def all_gather(self, segment: Tensor, *, layer: str, phase: str) -> Tensor:
+        """Concatenate the segments of all ranks along dim 0: [S, ...] to [N * S, ...]."""
+        if self.size == 1:
+            return segment
+        whole = segment.new_empty((self.size * segment.size(0), *segment.shape[1:]))
+        with self._counted("all_gather", layer, phase, (self.size - 1) * _num_bytes(segment)):
+            _all_gather(whole, segment.contiguous(), group=self.group)
+        return whole
+
+    def reduce_scatter(self, whole: Tensor, *, layer: str, phase: str) -> Tensor:
+        """Sum over the ranks and keep this rank's part of dim 0: [N * S, ...] to [S, ...].
+
+        16-bit tensors travel and are summed in float32, so that the error does not grow with N.
+        """
+        if self.size == 1:
+            return whole
+        summand = whole.float() if whole.element_size() < 4 else whole
+        segment = summand.new_empty((whole.size(0) // self.size, *whole.shape[1:]))
+        with self._counted("reduce_scatter", layer, phase, (self.size - 1) * _num_bytes(segment)):
+            _reduce_scatter(segment, summand.contiguous(), group=self.group)
+        return segment.to(whole.dtype)
+
+    def all_reduce_(self, tensor: Tensor, *, layer: str, phase: str) -> Tensor:
+        """Sum over the ranks, in place."""
+        if self.size > 1:
+            num_bytes = 2 * (self.size - 1) * _num_bytes(tensor) // self.size
+            with self._counted("all_reduce", layer, phase, num_bytes):
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def broadcast_(self, tensor: Tensor, *, layer: str, phase: str) -> Tensor:
+        """Overwrite with the tensor of the axis' first rank, in place."""
+        if self.size > 1:
+            with self._counted("broadcast", layer, phase, _num_bytes(tensor)):
+                dist.broadcast(tensor, group_src=0, group=self.group)
+        return tensor
+
+    @contextmanager
+    def _counted(self, operation: str, layer: str, phase: str, num_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLostError(
+                f"rank {dist.get_rank()}: {operation} of {layer} ({phase}) over the {self.name} axis failed: "
+                f"{str(error).splitlines()[0]}",
+                allowed="all ranks of the axis alive and in the same step",
+                remedy="look at the first rank that ended: its own message says why",
+            ) from error
+        self.ledger.record(Entry(self.name, operation, phase, layer), num_bytes)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along dim 0 forward; its dual, a reduce-scatter of the gradient, backward."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: Tensor, axis: Axis, layer: str) -> Tensor:
+        ctx.axis, ctx.layer = axis, layer
+        return axis.all_gather(segment, layer=layer, phase="forward")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.reduce_scatter(gradients[0], layer=ctx.layer, phase="backward"), None, None
+
+
+def gather(segment: Tensor, axis: Axis, layer: str) -> Tensor:
+    """Concatenate the segments of all ranks along dim 0, in the graph; the dual in backward is a reduce-scatter.
+
+    Args:
+        segment: [S, ...], of the same shape on every rank.
+        axis: The axis to gather over.
+        layer: The name under which the ledger counts it.
+
+    Returns:
+        [N * S, ...], sequence first, so that the message is in order as it arrives.
+    """
+    if axis.size == 1:
+        return segment
+    whole: Tensor = _Gather.apply(segment, axis, layer)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def agree(action: Callable[[], T]) -> T:
+    """Run `action` on every rank of the world; if it fails on any, raise the first failure on all of them.
+
+    Only errors of `lss` are exchanged. So no rank waits for one that has given up, and all end with one message.
+    """
+    result: T | None = None
+    failure: LssError | None = None
+    try:
+        result = action()
+    except LssError as error:
+        failure = error
+    failures: list[LssError | None] = [failure] * dist.get_world_size()
+    if len(failures) > 1:
+        dist.all_gather_object(failures, failure)
+    for rank, found in enumerate(failures):
+        if found is not None:
+            raise found if all(failures) else _of_rank(found, rank)
+    return result  # type: ignore[return-value]
+
+
+def agree_equal(what: str, value: str, remedy: str) -> None:
+    """Raise MeshError on every rank unless `value` is the same on all of them."""
+    values = [value] * dist.get_world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    different = [rank for rank, other in enumerate(values) if other != values[0]]
+    if different:
+        shown = "; ".join(f"rank {rank}: {values[rank]}" for rank in (0, *different[:3]))
+        raise MeshError(
+            f"{what} differs between ranks ({shown})", allowed="the same on every rank of the run", remedy=remedy
+        )
+
+
+def _of_rank(error: LssError, rank: int) -> LssError:
+    return type(error)(f"rank {rank}: {error.given}", allowed=error.allowed, remedy=error.remedy)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# torch 2.13 renames both; 2.11 has the older names only
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,113 @@
+"""What the parts of one parallelized model share: its axes and the segment that it is working on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lss.batch import Segment
+from lss.collectives import Axis, Ledger
+from lss.errors import LayoutError, ModelError
+from lss.layout import Layout
+
+_ATTRIBUTE = "lss_context"
+
+
+@dataclass
+class SequenceContext:
+    """Axes, ledger and present segment of a parallelized model.
+
+    Args:
+        sequence: The axis over which sequences are cut.
+        data: The axis over which batches are cut.
+        seed: Keys the dropout, with the step.
+        ledger: Counts the collectives of both axes.
+    """
+
+    sequence: Axis
+    data: Axis
+    seed: int
+    ledger: Ledger
+    segment: Segment | None = None
+    step: int = -1
+
+    def begin(self, segment: Segment | None) -> None:
+        """Take up the segment of a batch that enters the model; None is refused."""
+        self.segment = segment
+        segment = self.present
+        if segment.layout.num_ranks != self.sequence.size:
+            raise LayoutError(
+                f"a batch cut for {segment.layout.num_ranks} ranks in a model parallelized over {self.sequence.size}",
+                remedy="give lss.shard and lss.parallelize the same mesh",
+            )
+        self.step = self.step + 1 if segment.step is None else segment.step
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the present batch."""
+        return self.present.layout
+
+    @property
+    def present(self) -> Segment:
+        """The segment of the present batch.
+
+        Raises:
+            LayoutError: The model was called without one.
+        """
+        if self.segment is None:
+            raise LayoutError(
+                "the parallelized model was called without a segment",
+                remedy="batch = lss.shard(batch, mesh), then model(batch['tokens'], segment=batch['segment'])",
+            )
+        return self.segment
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Index in the whole sequence of each slot of this rank: int64 [S]."""
+        return self.layout.positions(self.sequence.rank, device)
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """Sum a small tensor over both axes; the ledger calls it `scalars`."""
+        total = value.clone()
+        for axis in (self.sequence, self.data):
+            axis.all_reduce_(total, layer="scalars", phase="step")
+        return total
+
+    def gather_from_ranks(self, values: Tensor) -> Tensor:
+        """One row a rank: [n] becomes [M * N, n] in rank order; the ledger calls it `scalars`."""
+        rows = values.reshape(1, -1)
+        for axis in (self.sequence, self.data):
+            rows = axis.all_gather(rows, layer="scalars", phase="step")
+        return rows
+
+
+def attach(model: nn.Module, context: SequenceContext) -> None:
+    """Make `context` the context of `model`."""
+    setattr(model, _ATTRIBUTE, context)
+
+
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether `lss.parallelize` has been applied to `model` itself."""
+    return _ATTRIBUTE in vars(model)
+
+
+def context_of(model: nn.Module) -> SequenceContext:
+    """The context that `lss.parallelize` gave to a model.
+
+    Raises:
+        ModelError: The model was not parallelized.
+    """
+    if not is_parallelized(model):
+        raise ModelError(
+            f"a {type(model).__name__} that was not parallelized", remedy="model = lss.parallelize(model, mesh)"
+        )
+    context = vars(model)[_ATTRIBUTE]
+    assert isinstance(context, SequenceContext)
+    return context
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which matrix products of `tensor` run: autocast's where it is on, else its own."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

@@ -1,0 +1,119 @@
+"""Double gradient averaging, and the global norm (paper, Principle 4 and Section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lss.collectives import Axis
+from lss.context import context_of
+from lss.positions import ShardedPositions
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def positional_tables(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of which each rank of the sequence group holds other rows."""
+    return [module.weight for module in model.modules() if isinstance(module, ShardedPositions)]
+
+
+def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Weights that are the same on every rank, each once."""
+    tables = {id(weight) for weight in positional_tables(model)}
+    return [weight for weight in model.parameters() if id(weight) not in tables]
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Complete the gradients of a batch, once, after its last backward. A collective call.
+
+    First over the sequence group without the positional tables, whose rows live on one rank each; then over the data
+    group with them. Every rank's loss is its local sum divided by the global token count
+    (`token_mean_cross_entropy`), so the mean is a sum here and nothing is scaled again. Messages are buckets of at
+    most 25 MB, or one larger parameter.
+
+    Raises:
+        ModelError: The model was not parallelized.
+        RankLostError: A rank is gone.
+    """
+    context = context_of(model)
+    _sum_gradients(_trained(replicated_parameters(model)), [context.sequence, context.data])
+    _sum_gradients(_trained(positional_tables(model)), [context.data])
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """L2 norm of the gradient of the whole model: shared parameters once, positional rows over their owners.
+
+    Call it after `average_gradients`. A collective call where there are positional tables.
+
+    Returns:
+        A scalar in float64.
+    """
+    context = context_of(model)
+    shared = _squared_sum(replicated_parameters(model))
+    tables = positional_tables(model)
+    if tables:
+        rows = _squared_sum(tables)
+        shared = shared + context.sequence.all_reduce_(rows, layer="norm", phase="step")
+    return shared.sqrt()
+
+
+def clip_gradient_norm(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; the norm before is returned.
+
+    Does on segments what `torch.nn.utils.clip_grad_norm_` does on one device.
+    """
+    norm = gradient_norm(model)
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm
+
+
+def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
+    """Group tensors of one dtype, in order, into lists of at most `limit` bytes (a larger tensor stands alone)."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for group in by_dtype.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in group:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if bucket and size + num_bytes > limit:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += num_bytes
+        yield bucket
+
+
+def _trained(weights: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [weight for weight in weights if weight.requires_grad]
+
+
+def _sum_gradients(weights: list[nn.Parameter], axes: list[Axis]) -> None:
+    if all(axis.size == 1 for axis in axes):
+        return
+    for bucket in buckets(weights):
+        _sum_bucket(bucket, axes)
+
+
+def _sum_bucket(weights: list[Tensor], axes: list[Axis]) -> None:
+    """One message an axis. A flag for each weight travels along: one that no rank used keeps its gradient None."""
+    used = weights[0].new_tensor([weight.grad is not None for weight in weights])
+    parts = [(torch.zeros_like(weight) if weight.grad is None else weight.grad).reshape(-1) for weight in weights]
+    message = torch.cat([used, *parts])
+    for axis in axes:
+        axis.all_reduce_(message, layer="gradients", phase="step")
+    flags, *sums = message.split([len(weights), *(weight.numel() for weight in weights)])
+    for index, (weight, total) in enumerate(zip(weights, sums, strict=True)):
+        if weight.grad is not None:
+            weight.grad.copy_(total.view_as(weight))
+        elif flags[index]:
+            weight.grad = total.view_as(weight).clone()
+
+
+def _squared_sum(weights: list[nn.Parameter]) -> Tensor:
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    device = weights[0].device if weights else None
+    return torch.nn.utils.get_total_norm(gradients).to(device, torch.float64).square()

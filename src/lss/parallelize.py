@@ -1,0 +1,169 @@
+"""Sequence parallelism applied to a model from outside."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules import batchnorm, conv
+
+from lss.attention import GATHERS, AttentionLayer, Gather, distributed_attention
+from lss.collectives import Axis, Ledger
+from lss.context import SequenceContext, attach, is_parallelized
+from lss.dropout import PositionDropout
+from lss.errors import ModelError
+from lss.gradients import buckets
+from lss.mesh import DATA, SEQUENCE
+from lss.models.positions import LearnedPositions
+from lss.positions import ShardedPositions
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Modules that may mix tokens, or draw masks that know no position, and that are not understood.
+_REFUSED: tuple[type[nn.Module], ...] = (
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    conv._ConvNd,
+    batchnorm._BatchNorm,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+)
+_PROJECTIONS = ("project_query", "project_key_value", "project_output")
+
+
+def parallelize(model: Model, mesh: DeviceMesh, *, gather: Gather = "x", seed: int = 0) -> Model:
+    """Make a plain model work on one segment a rank, with the result of the whole sequence.
+
+    In place: attention layers collect keys and values, learned positional tables keep the rows of this rank's segment,
+    dropout is keyed by global position, and the weights of rank 0 are sent to all ranks. Parameters keep their names.
+    Make the optimizer afterwards, as the positional tables are new parameters.
+
+    Args:
+        model: A model whose attention layers follow `AttentionLayer`, such as `lss.models.GPT`.
+        mesh: The mesh of `init_mesh`, or any DeviceMesh with an axis `sequence` and perhaps `data`.
+        gather: What an attention layer gathers: its input (`x`, one message), keys and values packed (`kv`, one
+            message), or apart (`separate`, two).
+        seed: Keys the dropout, together with the step.
+
+    Returns:
+        The same model. It takes one argument more, `segment`, from `lss.shard`.
+
+    Raises:
+        ModelError: The model holds something that cannot be honoured over segments.
+
+    Example:
+        >>> import lss
+        >>> from lss.models import GPT, GPTConfig
+        >>> mesh = lss.init_mesh(sequence=1, device="cpu")
+        >>> model = lss.parallelize(GPT(GPTConfig(width=32, layers=1, heads=2)), mesh)
+        >>> batch = lss.shard({"tokens": torch.zeros(1, 8, dtype=torch.int64)}, mesh)
+        >>> model(batch["tokens"], segment=batch["segment"]).shape
+        torch.Size([1, 8, 256])
+    """
+    layers = _attention_layers(model)
+    _check(model, layers, gather)
+    ledger = Ledger()
+    sequence, data = (Axis.of(mesh, name, ledger) for name in (SEQUENCE, DATA))
+    context = SequenceContext(sequence, data, seed, ledger)
+    _send_weights(model, context)
+    _shard_positions(model, context)
+    _key_dropout(model, context)
+    for name, layer in layers.items():
+        layer.forward = partial(_forward, cast(AttentionLayer, layer), context, gather, name)
+    model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
+    attach(model, context)
+    return model
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state of the plain model, positional tables reassembled, on every rank. A collective call."""
+    state = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedPositions):
+            state[f"{name}.weight"] = module.whole_table()
+    return state
+
+
+def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(callable(getattr(module, projection, None)) for projection in _PROJECTIONS)
+    }
+
+
+def _check(model: nn.Module, layers: dict[str, nn.Module], gather: str) -> None:
+    if is_parallelized(model):
+        raise ModelError("a model that is parallelized already", remedy="parallelize it once")
+    if gather not in GATHERS:
+        raise ModelError(f"gather={gather!r}", allowed=", ".join(GATHERS))
+    if not layers:
+        raise ModelError(
+            f"no attention layer was found in {type(model).__name__}",
+            allowed="modules with the methods " + ", ".join(_PROJECTIONS),
+            remedy="give its attention modules the interface of lss.AttentionLayer",
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _REFUSED):
+            raise ModelError(
+                f"{name or 'the model'} is a {type(module).__name__}, which may mix tokens outside attention or draws "
+                "masks that know no position",
+                allowed="attention as in lss.AttentionLayer, nn.Dropout, and modules that work on each token alone",
+            )
+    for name, layer in layers.items():
+        if cast(AttentionLayer, layer).attention_dropout:
+            raise ModelError(
+                f"{name} has attention dropout {cast(AttentionLayer, layer).attention_dropout}",
+                allowed="0: dropout on attention weights is not yet keyed by position",
+                remedy="use embedding, residual and feed-forward dropout",
+            )
+
+
+def _send_weights(model: nn.Module, context: SequenceContext) -> None:
+    """Overwrite all parameters and buffers with those of rank 0, as ranks may have been seeded differently."""
+    if context.sequence.size * context.data.size == 1:
+        return
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+    for bucket in buckets(tensors):
+        message = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        for axis in (context.sequence, context.data):
+            axis.broadcast_(message, layer="weights", phase="setup")
+        for tensor, part in zip(bucket, message.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _shard_positions(model: nn.Module, context: SequenceContext) -> None:
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LearnedPositions):
+            _replace(model, name, ShardedPositions(module, context, name))
+
+
+def _key_dropout(model: nn.Module, context: SequenceContext) -> None:
+    dropouts = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Dropout)]
+    for site, (name, module) in enumerate(dropouts):
+        _replace(model, name, PositionDropout(module.p, site, context).train(module.training))
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _forward(
+    layer: AttentionLayer, context: SequenceContext, gather: Gather, name: str, x: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """Stands in for the layer's own forward, whose further arguments say what the context knows better."""
+    return distributed_attention(layer, context, gather, name, x)
+
+
+def _begin(
+    context: SequenceContext, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    context.begin(kwargs.pop("segment", None))
+    return args, kwargs

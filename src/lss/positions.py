@@ -1,0 +1,80 @@
+"""Learned positional tables cut by rows over the sequence group (paper, Principle 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lss.collectives import gather
+from lss.context import SequenceContext
+from lss.errors import LayoutError
+from lss.layout import Layout
+
+
+class ShardedPositions(nn.Module):
+    """The rows of a positional table that belong to this rank's segment.
+
+    Weight, gradient and optimizer state of a row exist on the rank that holds its position, and on no other. For
+    sequences as long as the table the lookup needs no communication. For shorter ones a row may be needed where it
+    is not held: the table is then gathered, one all-gather forward and one reduce-scatter backward a step.
+
+    Args:
+        table: The whole table [P, E], the same on every rank.
+        context: The context of the parallelized model.
+        name: Qualified name of the module, for the ledger.
+    """
+
+    def __init__(self, table: nn.Embedding, context: SequenceContext, name: str) -> None:
+        super().__init__()
+        self.context = context
+        self.name = name
+        self.layout = Layout(table.num_embeddings, context.sequence.size)
+        rank = context.sequence.rank
+        start = min(self.layout.start(rank), self.layout.length)
+        rows = table.weight.detach()[start : start + self.layout.num_tokens(rank)]
+        self.weight = nn.Parameter(rows.clone(), requires_grad=table.weight.requires_grad)
+
+    def extra_repr(self) -> str:
+        """Rows held, as in `print(model)`."""
+        return f"{self.weight.size(0)} of {self.layout.length} rows, {self.weight.size(1)} wide"
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """Rows of this rank's slots: [S, E].
+
+        Args:
+            indices: What the plain model would look up; only its shape is used, [S] or [1, S], as the layout of the
+                batch says which positions the slots have.
+        """
+        length = self.context.layout.length
+        if length > self.layout.length:
+            raise LayoutError(
+                f"a sequence of {length} tokens, and {self.name} has {self.layout.length} rows",
+                allowed=f"at most {self.layout.length} tokens",
+                remedy="make the table longer, or use rotary positions",
+            )
+        if indices.numel() != self.context.layout.segment_length:
+            raise LayoutError(
+                f"{self.name} was asked for indices of shape {tuple(indices.shape)}",
+                allowed="one index a slot, the same for all sequences of the batch",
+            )
+        return self._rows_of_segment(indices.device).view(*indices.shape, -1)
+
+    def _rows_of_segment(self, device: torch.device) -> Tensor:
+        positions = self.context.positions(device)
+        if self.layout != self.context.layout:
+            return F.embedding(positions, gather(self._padded_rows(), self.context.sequence, self.name))
+        # empty slots repeat the last position, which another rank may hold: any row of this rank will do
+        rows = self._padded_rows()
+        local = positions - self.layout.start(self.context.sequence.rank)
+        return F.embedding(local.clamp(0, rows.size(0) - 1), rows)
+
+    def whole_table(self) -> Tensor:
+        """The table reassembled from all ranks: [P, E], detached. A collective call."""
+        with torch.no_grad():
+            whole = self.context.sequence.all_gather(self._padded_rows(), layer=self.name, phase="setup")
+        return self.layout.unshard(whole, dim=0)
+
+    def _padded_rows(self) -> Tensor:
+        missing = self.layout.segment_length - self.weight.size(0)
+        return F.pad(self.weight, (0, 0, 0, missing)) if missing else self.weight
