@@ -189,14 +189,16 @@ def agree(action: Callable[[], T]) -> T:
     failure: LssError | None = None
     try:
         result = action()
-    except LssError as error:
-        failure = error
+    except LssError as caught:
+        failure = caught
     failures: list[LssError | None] = [failure] * dist.get_world_size()
     if len(failures) > 1:
         dist.all_gather_object(failures, failure)
     for rank, found in enumerate(failures):
         if found is not None:
-            raise found if all(failures) else _of_rank(found, rank)
+            error = found if all(failures) else _of_rank(found, rank)
+            error.on_all_ranks = True
+            raise error
     return result  # type: ignore[return-value]
 
 
@@ -208,9 +210,17 @@ def agree_equal(what: str, value: str, remedy: str) -> None:
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         shown = "; ".join(f"rank {rank}: {values[rank]}" for rank in (0, *different[:3]))
-        raise MeshError(
-            f"{what} differs between ranks ({shown})", allowed="the same on every rank of the run", remedy=remedy
-        )
+        error = MeshError(f"{what} differs between ranks ({shown})", allowed="the same on every rank", remedy=remedy)
+        error.on_all_ranks = True
+        raise error
+
+
+def from_first_rank(value: T) -> T:
+    """The value that rank 0 holds, on every rank."""
+    values = [value]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def _of_rank(error: LssError, rank: int) -> LssError:

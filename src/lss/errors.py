@@ -13,6 +13,7 @@ class LssError(Exception):
     """
 
     exit_code = 2
+    on_all_ranks = False  # whether every rank ends with this error, so that one may speak for all
 
     def __init__(self, given: str, *, allowed: str = "", remedy: str = "") -> None:
         self.given, self.allowed, self.remedy = given, allowed, remedy

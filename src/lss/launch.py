@@ -98,7 +98,9 @@ def _report(rank: int, process: ForkServerProcess) -> int:
     code = process.exitcode or 0
     if code < 0:
         name = signal.Signals(-code).name
-        print(f"lss: rank {rank} (process {process.pid}) was lost: killed by {name}; all ranks are ended", file=sys.stderr)
+        print(
+            f"lss: rank {rank} (process {process.pid}) was lost: killed by {name}; all ranks are ended", file=sys.stderr
+        )
         return 128 - code
     if code == 1:
         print(f"lss: rank {rank} (process {process.pid}) failed; all ranks are ended", file=sys.stderr)

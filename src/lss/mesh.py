@@ -215,19 +215,19 @@ def init_mesh(
     """
     world = world or detect_world(os.environ)
     size = dist.get_world_size() if dist.is_initialized() else world.size
-    check_degrees(sequence, data)
-    if sequence * data != size:
-        needed = sequence * data
-        raise MeshError(
-            f"sequence={sequence} x data={data} needs {needed} ranks, but the world has {size}",
-            allowed=f"degrees whose product is {size}",
-            remedy=f"start {needed} ranks (torchrun --nproc-per-node {needed} ...), or change the degrees",
-        )
+    check_degrees(sequence, data, size)
     init_world(world, device=device, timeout_seconds=timeout_seconds)
     return init_device_mesh(device_type(device), (data, sequence), mesh_dim_names=(DATA, SEQUENCE))
 
 
-def check_degrees(sequence: int, data: int) -> None:
-    """Raise MeshError unless both degrees are at least 1."""
+def check_degrees(sequence: int, data: int, world_size: int | None = None) -> None:
+    """Raise MeshError unless both degrees are at least 1 and, where the world is known, fill it."""
     if sequence < 1 or data < 1:
         raise MeshError(f"sequence={sequence}, data={data}", allowed="whole numbers of at least 1")
+    needed = sequence * data
+    if world_size is not None and needed != world_size:
+        raise MeshError(
+            f"sequence={sequence} x data={data} needs {needed} ranks, but the world has {world_size}",
+            allowed=f"degrees whose product is {world_size}",
+            remedy=f"start {needed} ranks (torchrun --nproc-per-node {needed} ...), or change the degrees",
+        )

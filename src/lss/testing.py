@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lss.mesh import World, init_world
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     """A function raised on some rank; holds the traceback of each."""
 
 
@@ -42,7 +42,7 @@ class RankPool:
         """Call `function(*args)` on every rank of a new world of `num_ranks` on the CPU, one thread each.
 
         Raises:
-            RanksFailed: A rank raised, died, or was not ready within `timeout` seconds.
+            RanksFailedError: A rank raised, died, or was not ready within `timeout` seconds.
         """
         self._start()
         with tempfile.TemporaryDirectory(prefix="lss-") as folder:
@@ -53,7 +53,7 @@ class RankPool:
         failures = {rank: result for rank, (good, result) in enumerate(results) if not good}
         if failures:
             self.close()  # other ranks may hang in a collective, or hold half a group
-            raise RanksFailed("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
+            raise RanksFailedError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
         return [result for _, result in results]
 
     def close(self) -> None:

@@ -153,8 +153,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """[B, S, E] at `positions` [S] to [B, S, E]."""
         x = x + self.attention_residual_dropout(self.attention(self.attention_norm(x), positions))
-        x = x + self.feed_forward_residual_dropout(self.feed_forward(self.feed_forward_norm(x)))
-        return x
+        fed: Tensor = self.feed_forward_residual_dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return x + fed
 
 
 class GPT(nn.Module):

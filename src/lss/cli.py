@@ -1,0 +1,158 @@
+"""The command `lss`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+from rich.progress import Progress
+
+import lss
+from lss.collectives import agree
+from lss.config import Config, parse, parser
+from lss.data import default_cache_folder, enwik8
+from lss.errors import ConfigError, LssError
+from lss.launch import launch
+from lss.mesh import World, check_degrees, detect_world, init_world
+from lss.train import evaluate_run, train
+from lss.train.folder import RunFolder
+
+_USAGE = """\
+usage: lss COMMAND ...
+
+  lss train [CONFIG.toml] [--key.sub value ...]   train a model; starts its ranks, or joins torchrun, srun or mpirun
+  lss eval RUN [--key.sub value ...]              bits per byte of a run on its test split
+  lss data enwik8 [--from FILE]                   fetch and check a data set
+
+lss COMMAND --help tells more."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank runs, and the configuration that says how many there are."""
+
+    run: Callable[[World], None]
+    config: Config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0; 2 for bad input; 3 for a lost rank; 1 for anything else that went wrong.
+    """
+    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("--help", "-h", "--version"):
+        print(lss.__version__ if command == "--version" else _USAGE)
+        return 0
+    try:
+        if command == "data":
+            return _data(rest)
+        if command in _READERS:
+            return _run(partial(_READERS[command], rest))
+        raise ConfigError(f"unknown command {command!r}", allowed="train, eval, data", remedy="see lss --help")
+    except LssError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _read_train(arguments: Sequence[str]) -> Job:
+    config, _ = parse(parser("train [CONFIG.toml]"), arguments)
+    return Job(partial(train, config=config), config)
+
+
+def _read_eval(arguments: Sequence[str]) -> Job:
+    made = parser("eval RUN")
+    made.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help="part of the data")
+    made.add_argument("--sequences", type=int, default=0, help="sequences, evenly spaced; 0 takes the whole split")
+    run, flags = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if run in ("--help", "-h"):
+        made.parse_args(["--help"])
+    folder = RunFolder(Path(run))
+    config, parsed = parse(made, [str(folder.config_file()), *flags])
+    if parsed.sequences < 0:
+        raise ConfigError(f"sequences = {parsed.sequences}", allowed="0 or more")
+    job = partial(evaluate_run, folder=folder, config=config, part=parsed.split, limit=parsed.sequences)
+    return Job(job, config)
+
+
+_READERS: dict[str, Callable[[Sequence[str]], Job]] = {"train": _read_train, "eval": _read_eval}
+
+
+def _run(read: Callable[[], Job]) -> int:
+    """Join the ranks that a launcher started, or start them here."""
+    world = detect_world(os.environ)
+    if world.launcher != "none":
+        return _rank(world, read)
+    job = read()  # bad input ends here, before any rank is started
+    return launch(_rank, job.config.parallel.sequence * job.config.parallel.data, partial(_given, job))
+
+
+def _given(job: Job) -> Job:
+    return job
+
+
+def _rank(world: World, read: Callable[[], Job]) -> int:
+    """One rank from start to end."""
+    try:
+        job = _agreed_job(world, read)
+        job.run(world)
+    except LssError as error:
+        return _report(error, world.rank)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _agreed_job(world: World, read: Callable[[], Job]) -> Job:
+    """Read the job and join the other ranks, whether it could be read or not: so all end if one cannot go on."""
+    outcome: Job | LssError
+    try:
+        outcome = read()
+        parallel = outcome.config.parallel
+        check_degrees(parallel.sequence, parallel.data, world.size)
+        init_world(world, device=parallel.device, timeout_seconds=parallel.timeout)
+    except LssError as error:
+        outcome = error
+        init_world(world, device="cpu")
+
+    def result() -> Job:
+        if isinstance(outcome, LssError):
+            raise outcome
+        return outcome
+
+    return agree(result)
+
+
+def _data(arguments: Sequence[str]) -> int:
+    made = ArgumentParser(prog="lss data", description="Fetch a data set, check it, and keep it in the cache folder.")
+    made.add_argument("name", choices=["enwik8"], help="the data set")
+    made.add_argument("--from", dest="file", default="", help="a file to take instead of a download")
+    made.add_argument("--cache_folder", default="", help="where to keep it; see data.cache_folder")
+    given = made.parse_args(list(arguments))
+    cache = Path(given.cache_folder) if given.cache_folder else default_cache_folder()
+    with Progress() as progress:
+        task = progress.add_task("enwik8", total=None)
+        path = enwik8.install(
+            cache,
+            Path(given.file) if given.file else None,
+            lambda done, total: progress.update(task, completed=done, total=total or None),
+        )
+    print(f"enwik8: {enwik8.LENGTH:,} bytes, SHA-1 right, at {path}")
+    return 0
+
+
+def _report(error: LssError, rank: int = 0) -> int:
+    """Print an error once: where all ranks end with the same one, the first rank speaks for them."""
+    if rank == 0 or not error.on_all_ranks:
+        print(f"lss: {error}", file=sys.stderr, flush=True)
+    return error.exit_code

@@ -1,0 +1,151 @@
+"""The training loop of `lss train`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lss.batch import shard
+from lss.collectives import agree, agree_equal, from_first_rank
+from lss.config import Config
+from lss.context import SequenceContext, context_of
+from lss.data import Bytes, Sampler, fingerprint, open_source, split, windows
+from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm
+from lss.losses import count_tokens, token_mean_cross_entropy
+from lss.mesh import World, init_mesh
+from lss.models import GPT
+from lss.parallelize import full_state_dict, parallelize
+from lss.train.evaluate import Evaluation, evaluate
+from lss.train.folder import RunFolder, with_folder
+from lss.train.metrics import Display, Metrics, bits, display, peak_bytes, step_text
+from lss.train.optim import autocast, make_optimizer
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a training step works with on one rank."""
+
+    config: Config
+    mesh: DeviceMesh
+    model: nn.Module
+    context: SequenceContext
+    sampler: Sampler
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    device: torch.device
+
+    @classmethod
+    def build(cls, config: Config, world: World, data: Bytes) -> Trainer:
+        """Make mesh, model and optimizer. A collective call."""
+        parallel, seed = config.parallel, config.train.seed
+        mesh = init_mesh(parallel.sequence, parallel.data, device=parallel.device, world=world)
+        device = torch.device(mesh.device_type)
+        sampler = agree(lambda: Sampler(data, config.data.length, config.train.batch * parallel.data, seed))
+        torch.manual_seed(seed)
+        plain = GPT(config.gpt())
+        plain = (plain.double() if config.train.precision == "fp64" else plain).to(device)
+        model = parallelize(plain, mesh, gather=config.attention.gather, seed=seed)
+        return cls(config, mesh, model, context_of(model), sampler, *make_optimizer(model, config.train), device)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Train on the batch of one step; its metrics, the same on every rank."""
+        started = time.perf_counter()
+        self.context.ledger.clear()
+        learning_rate = self.scheduler.get_last_lr()[0]
+        micro_batches = list(self._micro_batches(step))
+        count = count_tokens(self.model, *(batch["labels"] for batch in micro_batches))
+        loss = torch.stack([self._backward(batch, count) for batch in micro_batches]).sum().double()
+        average_gradients(self.model)
+        norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        own = torch.stack((loss, loss.new_tensor(peak_bytes(self.device))))
+        ranks = self.context.gather_from_ranks(own)
+        total, num_tokens = ranks[:, 0].sum().item(), int(count.item())
+        seconds = time.perf_counter() - started
+        return {
+            "step": step + 1,
+            "loss": total,
+            "bits_per_byte": bits(total),
+            "grad_norm": norm.item(),
+            "learning_rate": learning_rate,
+            "step_seconds": seconds,
+            "tokens_per_second": num_tokens / seconds,
+            "peak_bytes": int(ranks[:, 1].max().item()),
+            "collectives": self.context.ledger.rows(),
+        }
+
+    def evaluate(self, validation: Bytes) -> Evaluation:
+        """Mean loss on a part of the validation split."""
+        chosen = windows(validation, self.config.data.length, self.config.train.eval_sequences)
+        return evaluate(self.model, self.mesh, validation, chosen, self.config)
+
+    def _micro_batches(self, step: int) -> Iterator[dict[str, Any]]:
+        size, parts = self.config.train.batch, self.config.train.accumulation
+        first = self.context.data.rank * size
+        for part in range(parts):
+            start, stop = first + part * size // parts, first + (part + 1) * size // parts
+            whole = self.sampler.batch(step, slice(start, stop))
+            on_device = {name: tensor.to(self.device) for name, tensor in whole.items()}
+            yield shard(on_device, self.mesh, first_sample=start, step=step)
+
+    def _backward(self, batch: dict[str, Any], count: Tensor) -> Tensor:
+        with autocast(self.config.train.precision, self.device):
+            logits = self.model(batch["tokens"], segment=batch["segment"])
+        loss = token_mean_cross_entropy(logits, batch["labels"], count)
+        loss.backward()
+        return loss.detach()
+
+    def _clip(self) -> Tensor:
+        if self.config.train.clip_norm:
+            return clip_gradient_norm(self.model, self.config.train.clip_norm)
+        return gradient_norm(self.model)
+
+
+def train(world: World, config: Config) -> None:
+    """Train as the configuration says, on every rank; rank 0 shows and writes.
+
+    Raises:
+        LssError: Something is wrong with configuration, data or folder; raised on all ranks.
+    """
+    agree_equal("the configuration", config.to_toml(), "give every rank the same file and flags")
+    config = from_first_rank(with_folder(config))
+    folder = RunFolder(Path(config.run.folder))
+    data = agree(lambda: open_source(config.data.source, config.data.cache()))
+    agree_equal("the data", fingerprint(data), "give every rank the same data")
+    parts = split(data)
+    agree(lambda: windows(parts["validation"], config.data.length))
+    trainer = Trainer.build(config, world, parts["train"])
+    agree(lambda: folder.create(config) if world.rank == 0 else None)
+    metrics = Metrics(folder if world.rank == 0 else None, config.run.tensorboard)
+    with display(world.rank, config.train.steps, "step") as progress:
+        progress.say(f"{config.to_toml()}\nrun folder: {folder.path}")
+        last = _steps(trainer, parts["validation"], metrics, progress)
+        state = full_state_dict(trainer.model)
+        if world.rank == 0:
+            folder.save(state)
+        metrics.close()
+        progress.say(f"eval {last.bits_per_byte:.4f} bits per byte\nrun folder: {folder.path}")
+
+
+def _steps(trainer: Trainer, validation: Bytes, metrics: Metrics, progress: Display) -> Evaluation:
+    every, steps = trainer.config.train.eval_every, trainer.config.train.steps
+    for step in range(steps):
+        line = trainer.step(step)
+        metrics.write(line)
+        progress.advance(step_text(line, trainer.context.ledger))
+        if step + 1 == steps or (every and (step + 1) % every == 0):
+            result = trainer.evaluate(validation)
+            metrics.write({"step": step + 1, "eval_loss": result.loss, "eval_bits_per_byte": result.bits_per_byte})
+            progress.say(f"eval at step {step + 1}: loss {result.loss:.4f}  {result.bits_per_byte:.4f} bits/byte")
+    return result
