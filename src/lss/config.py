@@ -181,7 +181,8 @@ def parse(made: ArgumentParser, arguments: Sequence[str]) -> tuple[Config, Names
         ConfigError: A key is unknown, a value is of the wrong type or out of range, or a file cannot be read.
     """
     files, flags = _split_files(arguments)
-    keys = [option[2:] for action in made._actions for option in action.option_strings if option.startswith("--")]
+    options = [option[2:] for action in made._actions for option in action.option_strings if option.startswith("--")]
+    keys = [option for option in options if option not in Config.__dataclass_fields__]
     for file in files:
         check_keys(_flatten(_read_toml(Path(file))), keys, f" in {file}")
     check_keys((flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")), keys, "")
@@ -189,7 +190,7 @@ def parse(made: ArgumentParser, arguments: Sequence[str]) -> tuple[Config, Names
         parsed = made.parse_args([*(part for file in files for part in ("--config", file)), *flags])
     except argparse.ArgumentError as error:
         raise _value_error(str(error)) from error
-    made_objects = made.instantiate_classes(parsed)
+    made_objects = made.instantiate(parsed)
     config = Config(**{name: made_objects[name] for name in Config.__dataclass_fields__})
     check(config)
     return config, parsed

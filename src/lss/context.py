@@ -32,6 +32,7 @@ class SequenceContext:
     ledger: Ledger
     segment: Segment | None = None
     step: int = -1
+    num_calls: int = 0
 
     def begin(self, segment: Segment | None) -> None:
         """Take up the segment of a batch that enters the model; None is refused."""
@@ -43,6 +44,7 @@ class SequenceContext:
                 remedy="give lss.shard and lss.parallelize the same mesh",
             )
         self.step = self.step + 1 if segment.step is None else segment.step
+        self.num_calls += 1
 
     @property
     def layout(self) -> Layout:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lss.context import SequenceContext
-from lss.errors import LayoutError
+from lss.errors import LayoutError, ModelError
 
 # Positions drawn by one generator. A segment that starts inside a block draws the whole block and cuts, so that a
 # larger block wastes more at short segments and a smaller one reseeds more often.
@@ -33,6 +33,7 @@ class PositionDropout(nn.Module):
         self.rate = rate
         self.site = site
         self.context = context
+        self._last_call = 0
 
     def extra_repr(self) -> str:
         """Rate and site, as in `print(model)`."""
@@ -49,9 +50,22 @@ class PositionDropout(nn.Module):
                 f"dropout of a tensor of shape {tuple(values.shape)} in a segment of {layout.segment_length} slots",
                 allowed=f"[B, {layout.segment_length}, F]",
             )
+        self._refuse_reuse()
         keep = self._keep_mask(values, dropped_steps)
         scale = 2**16 / (2**16 - dropped_steps) if dropped_steps < 2**16 else 0.0
         return values * keep * scale
+
+    def _refuse_reuse(self) -> None:
+        """Two places must not share a mask; a recomputation, which runs inside backward, must."""
+        recomputed = torch._C._current_graph_task_id() != -1
+        if self._last_call == self.context.num_calls and not recomputed:
+            raise ModelError(
+                f"dropout site {self.site} is used twice in one call of the model",
+                allowed="one place for each nn.Dropout, as its masks are keyed by the module",
+                remedy="give each place a module of its own",
+            )
+        if not recomputed:
+            self._last_call = self.context.num_calls
 
     def _keep_mask(self, values: Tensor, dropped_steps: int) -> Tensor:
         """True where a value is kept: bool [B, S, F]."""

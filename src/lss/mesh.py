@@ -102,7 +102,7 @@ class _Reader:
             return world_size
         counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", self.environment[name])
         per_node = [int(count) for count, repeat in counts for _ in range(int(repeat or 1))]
-        node = int(self.environment.get("SLURM_NODEID", "0"))
+        node = self.integer("SLURM_NODEID") if self.launcher == "slurm" else 0
         return per_node[node] if node < len(per_node) else world_size
 
     def meeting_point(self, world_size: int, local_size: int) -> str:

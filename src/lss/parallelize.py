@@ -21,6 +21,7 @@ from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
 
 Model = TypeVar("Model", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 
 # Modules that may mix tokens, or draw masks that know no position, and that are not understood.
 _REFUSED: tuple[type[nn.Module], ...] = (
@@ -139,20 +140,28 @@ def _send_weights(model: nn.Module, context: SequenceContext) -> None:
 
 
 def _shard_positions(model: nn.Module, context: SequenceContext) -> None:
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LearnedPositions):
-            _replace(model, name, ShardedPositions(module, context, name))
+    for names, module in _instances(model, LearnedPositions):
+        _replace(model, names, ShardedPositions(module, context, names[0]))
 
 
 def _key_dropout(model: nn.Module, context: SequenceContext) -> None:
-    dropouts = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Dropout)]
-    for site, (name, module) in enumerate(dropouts):
-        _replace(model, name, PositionDropout(module.p, site, context).train(module.training))
+    for site, (names, module) in enumerate(_instances(model, nn.Dropout)):
+        _replace(model, names, PositionDropout(module.p, site, context).train(module.training))
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
+def _instances(model: nn.Module, kind: type[Module]) -> list[tuple[list[str], Module]]:
+    """Modules of a kind, each with all names under which the model holds it."""
+    found: dict[int, tuple[list[str], Module]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, kind):
+            found.setdefault(id(module), ([], module))[0].append(name)
+    return list(found.values())
+
+
+def _replace(model: nn.Module, names: list[str], module: nn.Module) -> None:
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, module)
 
 
 def _forward(

@@ -11,6 +11,7 @@ from torch import Tensor
 from lss.attention.blocks import attend
 from lss.collectives import gather
 from lss.context import SequenceContext, autocast_dtype
+from lss.errors import LayoutError
 
 Gather = Literal["x", "kv", "separate"]
 GATHERS: tuple[str, ...] = get_args(Gather)
@@ -55,6 +56,11 @@ def distributed_attention(
         [B, S, E], the segment of the layer's output.
     """
     rank, layout = context.sequence.rank, context.layout
+    if x.size(1) != layout.segment_length:
+        raise LayoutError(
+            f"{name} was given {x.size(1)} tokens of a segment that has {layout.segment_length} slots",
+            allowed="the tokens that lss.shard returned, with the segment that it returned beside them",
+        )
     query = layer.project_query(x, context.positions(x.device))
     key, value = _COLLECT[choice](layer, context, name, x)
     attended = attend(

@@ -1,0 +1,35 @@
+# Two commands for users: `make demo` and `make test`. Both make .venv and install what they need.
+PYTHON ?= python3
+BIN := .venv/bin
+CPU_TORCH := torch==2.13.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test format clean
+
+demo: .venv/installed
+	$(BIN)/lss train configs/demo.toml
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/pytest
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv
+
+# Without a GPU the CPU build of torch is installed first: the default one for Linux brings gigabytes of CUDA.
+.venv/installed: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "lss needs Python 3.11 or later; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv .venv
+	command -v nvidia-smi >/dev/null \
+		|| $(BIN)/pip install -q --disable-pip-version-check --retries 0 --index-url $(CPU_INDEX) $(CPU_TORCH) 2>/dev/null \
+		|| $(BIN)/pip install -q --disable-pip-version-check $(CPU_TORCH)
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[dev]'
+	touch $@

@@ -1,0 +1,72 @@
+"""Activations of a rank, by torch's memory tracker: a share of the serial run's, and the gathered tensors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import lss
+from lss.models import GPT, GPTConfig
+
+LENGTH, NUM_SEQUENCES, WIDTH, LAYERS, NUM_RANKS = 512, 2, 128, 4, 4
+GATHERED = LENGTH * NUM_SEQUENCES * WIDTH * 4 * LAYERS  # bytes of one tensor [L, B, E] in each layer
+
+
+def activations(sequence: int, gather: str) -> tuple[int, int]:
+    """Bytes at the end of forward, and at the peak of the step, without parameters and gradients."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(WIDTH, LAYERS, 4, max_length=LENGTH))
+    tokens = torch.zeros(NUM_SEQUENCES, LENGTH, dtype=torch.int64)
+    batch = {"tokens": tokens, "labels": tokens}
+    if gather == "serial":
+        return _tracked(model, lambda: model(batch["tokens"]), batch["labels"])
+    mesh = lss.init_mesh(sequence, device="cpu")
+    model = lss.parallelize(model, mesh, gather=gather)
+    part = lss.shard(batch, mesh)
+    return _tracked(model, lambda: model(part["tokens"], segment=part["segment"]), part["labels"])
+
+
+def _tracked(model: nn.Module, forward, labels: torch.Tensor) -> tuple[int, int]:
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        logits = forward()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        now = _activation_bytes(tracker.get_tracker_snapshot("current"))
+        loss.backward()
+    return now, _activation_bytes(tracker.get_tracker_snapshot("peak"))
+
+
+def _activation_bytes(snapshot: dict) -> int:
+    (kinds,) = snapshot.values()
+    named = {str(kind).rpartition(".")[2]: size for kind, size in kinds.items()}
+    return named["Total"] - named["PARAM"] - named["GRAD"]
+
+
+@pytest.mark.parametrize(
+    ("gather", "gathered"), [("x", 3 * GATHERED), ("kv", 2 * GATHERED), ("separate", 2 * GATHERED)]
+)
+def test_activations_are_divided(ranks, gather, gathered):
+    (serial,) = ranks.run(activations, 1, 1, "serial")
+    for rank in ranks.run(activations, NUM_RANKS, NUM_RANKS, gather):
+        for mine, whole in zip(rank, serial, strict=True):
+            assert gathered < whole  # so that the bound means something
+            assert mine <= whole / NUM_RANKS + gathered
+
+
+def optimizer_bytes(sequence: int) -> tuple[int, int, int]:
+    """Bytes of the positional table on this rank: weight, gradient, and AdamW's two moments."""
+    mesh = lss.init_mesh(sequence, device="cpu")
+    model = lss.parallelize(GPT(GPTConfig(WIDTH, 1, 4, max_length=LENGTH)), mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    part = lss.shard({"tokens": torch.zeros(1, LENGTH, dtype=torch.int64)}, mesh)
+    model(part["tokens"], segment=part["segment"]).sum().backward()
+    optimizer.step()
+    table = model.positions.weight
+    moments = sum(moment.nbytes for name, moment in optimizer.state[table].items() if name != "step")
+    return table.nbytes, table.grad.nbytes, moments
+
+
+def test_positional_rows_exist_once(ranks):
+    whole = LENGTH * WIDTH * 4
+    assert ranks.run(optimizer_bytes, 4, 4) == [(whole // 4, whole // 4, whole // 2)] * 4

@@ -1,0 +1,211 @@
+"""What users do beside the main road: other lengths, frozen and unused weights, clipping, misuse."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lss
+from lss.collectives import agree, agree_equal, from_first_rank
+from lss.errors import DataError, LayoutError, MeshError, ModelError
+from tests.models import assert_same, tiny_gpt, tokens_and_labels
+from tests.ranks.test_parity import whole_gradients
+
+TABLE = 12
+
+
+def backward(model: nn.Module, mesh: object, length: int) -> dict:
+    tokens, labels = tokens_and_labels(2, length)
+    batch = lss.shard({"tokens": tokens, "labels": labels}, mesh)
+    logits = model(batch["tokens"], segment=batch["segment"])
+    lss.token_mean_cross_entropy(logits, batch["labels"], lss.count_tokens(model, batch["labels"])).backward()
+    lss.average_gradients(model)
+    return batch
+
+
+def gradients_at(length: int) -> dict:
+    mesh = lss.init_mesh(3, device="cpu")
+    model = lss.parallelize(tiny_gpt(TABLE), mesh)
+    backward(model, mesh, length)
+    return whole_gradients(model)
+
+
+@pytest.mark.parametrize("length", [11, 7, 4, 2])
+def test_sequences_shorter_than_the_table(ranks, length):
+    model = tiny_gpt(TABLE)
+    tokens, labels = tokens_and_labels(2, length)
+    F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+    for gradients in ranks.run(gradients_at, 3, length):
+        for name, weight in model.named_parameters():
+            assert_same(gradients[name], weight.grad, name)
+
+
+def clipped(limit: float) -> tuple[float, dict]:
+    mesh = lss.init_mesh(2, 2, device="cpu")
+    model = lss.parallelize(tiny_gpt(TABLE), mesh)
+    backward(model, mesh, TABLE)
+    norm = lss.clip_gradient_norm(model, limit)
+    return norm.item(), whole_gradients(model)
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e6])
+def test_clipping_is_torchs(ranks, limit):
+    model = tiny_gpt(TABLE)
+    tokens, labels = tokens_and_labels(2, TABLE)
+    F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), limit)
+    for norm, gradients in ranks.run(clipped, 4, limit):
+        assert norm == pytest.approx(expected.item(), rel=1e-10)
+        for name, weight in model.named_parameters():
+            assert_same(gradients[name], weight.grad, name)
+
+
+def frozen_and_unused() -> tuple[bool, bool, float]:
+    mesh = lss.init_mesh(2, device="cpu")
+    model = tiny_gpt(TABLE)
+    model.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model.partly = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model.norm.weight.requires_grad_(False)
+    model = lss.parallelize(model, mesh)
+    if lss.context_of(model).sequence.rank == 1:
+        model.partly.grad = torch.full((3,), 2.0, dtype=torch.float64)
+    backward(model, mesh, TABLE)
+    return model.spare.grad is None, model.norm.weight.grad is None, model.partly.grad.sum().item()
+
+
+def test_weights_that_no_rank_used_keep_no_gradient(ranks):
+    assert ranks.run(frozen_and_unused, 2) == [(True, True, 6.0)] * 2
+
+
+def seeded_differently() -> torch.Tensor:
+    mesh = lss.init_mesh(2, 2, device="cpu")
+    model = tiny_gpt(TABLE)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.distributed.get_rank())
+    return torch.cat([weight.flatten() for weight in lss.full_state_dict(lss.parallelize(model, mesh)).values()])
+
+
+def test_all_ranks_start_from_the_weights_of_the_first(ranks):
+    expected = torch.cat([weight.flatten() for weight in tiny_gpt(TABLE).state_dict().values()])
+    for state in ranks.run(seeded_differently, 4):
+        assert torch.equal(state, expected)
+
+
+def disagreeing() -> list[str]:
+    def fail_on_rank_1() -> None:
+        if torch.distributed.get_rank() == 1:
+            raise DataError("no data", allowed="data")
+
+    lss.init_mesh(3, device="cpu")
+    found = []
+    for action in (fail_on_rank_1, lambda: agree_equal("the data", str(torch.distributed.get_rank() == 2), "look")):
+        try:
+            agree(action) if action is fail_on_rank_1 else action()
+        except (DataError, MeshError) as error:
+            found.append(f"{type(error).__name__} {error.on_all_ranks} {error}")
+    found.append(from_first_rank(f"of {torch.distributed.get_rank()}"))
+    return found
+
+
+def test_all_ranks_fail_together(ranks):
+    results = ranks.run(disagreeing, 3)
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == "DataError True rank 1: no data\n  allowed: data"
+    assert "rank 0: False; rank 2: True" in results[0][1]
+    assert results[0][2] == "of 0"
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = tiny_gpt(4)
+        self.mix = nn.Conv1d(4, 4, 3)
+
+
+def shared_dropout(mesh) -> nn.Module:
+    model = tiny_gpt(4, dropout=0.5)
+    model.blocks[1].feed_forward_residual_dropout = model.embedding_dropout
+    return lss.parallelize(model, mesh)
+
+
+def refusals() -> list[str]:
+    mesh = lss.init_mesh(1, device="cpu")
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    good = lss.parallelize(tiny_gpt(4), mesh)
+    segment = lss.shard({"tokens": tokens}, mesh)["segment"]
+    attempts = [
+        lambda: lss.parallelize(good, mesh),
+        lambda: lss.parallelize(tiny_gpt(4), mesh, gather="all"),
+        lambda: lss.parallelize(nn.Linear(2, 2), mesh),
+        lambda: lss.parallelize(Convolution(), mesh),
+        lambda: lss.parallelize(tiny_gpt(4, attention_dropout=0.1), mesh),
+        lambda: good(tokens),
+        lambda: good(torch.zeros(1, 3, dtype=torch.int64), segment=segment),
+        lambda: good(
+            torch.zeros(1, 9, dtype=torch.int64), segment=lss.shard({"t": torch.zeros(1, 9)}, mesh)["segment"]
+        ),
+        lambda: lss.parallelize(tiny_gpt(4, positions="rotary"), mesh)(tokens[:, 1:], segment=segment),
+        lambda: shared_dropout(mesh)(tokens, segment=segment),
+        lambda: lss.average_gradients(tiny_gpt(4)),
+        lambda: lss.shard({}, mesh),
+        lambda: lss.shard({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, mesh),
+        lambda: lss.shard({"a": torch.zeros(3)}, mesh),
+        lambda: lss.init_mesh(2, device="cpu"),
+        lambda: lss.init_mesh(1, device="tpu"),
+    ]
+    found = []
+    for attempt in attempts:
+        with pytest.raises((ModelError, LayoutError, MeshError)) as raised:
+            attempt()
+        found.append(str(raised.value))
+    return found
+
+
+def test_misuse_is_refused_by_name(ranks):
+    (messages,) = ranks.run(refusals, 1)
+    expected = [
+        "parallelized already",
+        "x, kv, separate",
+        "no attention layer was found in Linear",
+        "mix is a Conv1d",
+        "blocks.0.attention has attention dropout 0.1",
+        "without a segment",
+        "positions was asked for indices of shape (3,)",
+        "a sequence of 9 tokens, and positions has 4 rows",
+        "blocks.0.attention was given 3 tokens of a segment that has 4 slots",
+        "dropout site 0 is used twice",
+        "was not parallelized",
+        "an empty batch",
+        "a batch of shapes",
+        "a batch of shapes",
+        "the world has 1",
+        "'tpu'",
+    ]
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message
+
+
+def bf16_autocast(sequence: int) -> list[float]:
+    mesh = lss.init_mesh(sequence, device="cpu")
+    model = lss.parallelize(tiny_gpt(TABLE, torch.float32), mesh)
+    tokens, labels = tokens_and_labels(2, TABLE)
+    batch = lss.shard({"tokens": tokens, "labels": labels}, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch["tokens"], segment=batch["segment"])
+        loss = lss.token_mean_cross_entropy(logits, batch["labels"], lss.count_tokens(model, batch["labels"]))
+        loss.backward()
+        lss.average_gradients(model)
+        optimizer.step()
+        losses.append(lss.context_of(model).sum_over_ranks(loss.detach()).item())
+    return losses
+
+
+def test_bf16_follows_one_rank(ranks):
+    (expected,) = ranks.run(bf16_autocast, 1, 1)
+    for losses in ranks.run(bf16_autocast, 3, 3):
+        assert losses == pytest.approx(expected, rel=1e-2)

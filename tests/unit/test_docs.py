@@ -1,0 +1,47 @@
+"""Examples in docstrings run; the README's code does too."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import lss
+
+ROOT = Path(__file__).parents[2]
+MODULES = [module.name for module in pkgutil.walk_packages(lss.__path__, "lss.") if module.name != "lss.__main__"]
+
+
+@pytest.fixture(autouse=True)
+def _own_process_group():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name):
+    module = importlib.import_module(name)
+    failures, _ = doctest.testmod(module, extraglobs={"torch": importlib.import_module("torch")})
+    assert failures == 0
+
+
+def test_some_examples_exist():
+    finder = doctest.DocTestFinder()
+    examples = [test for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples]
+    assert len(examples) >= 3
+
+
+def test_the_readme_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
+def test_public_names_have_docstrings():
+    for name in lss.__all__:
+        assert getattr(lss, name).__doc__, name
