@@ -65,7 +65,7 @@ def evaluate(
         total[0] += token_mean_cross_entropy(logits, part["labels"], one)
         total[1] += (part["labels"] >= 0).sum()
         if progress:
-            progress.advance("")
+            progress.advance()
     model.train(was_training)
     loss, count = context.sum_over_ranks(total).tolist()
     return Evaluation(loss / count, int(count))

@@ -143,7 +143,7 @@ def _steps(trainer: Trainer, validation: Bytes, metrics: Metrics, progress: Disp
     for step in range(steps):
         line = trainer.step(step)
         metrics.write(line)
-        progress.advance(step_text(line, trainer.context.ledger))
+        progress.advance(*step_text(line, trainer.context.ledger))
         if step + 1 == steps or (every and (step + 1) % every == 0):
             result = trainer.evaluate(validation)
             metrics.write({"step": step + 1, "eval_loss": result.loss, "eval_bits_per_byte": result.bits_per_byte})

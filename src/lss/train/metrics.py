@@ -22,8 +22,8 @@ from lss.train.folder import RunFolder
 class Display(Protocol):
     """A bar, lines, or nothing."""
 
-    def advance(self, text: str) -> None:
-        """One unit of work is done; `text` says how it stands."""
+    def advance(self, text: str = "", detail: str = "") -> None:
+        """One unit of work is done; `text` says how it stands, `detail` more where there is room."""
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -38,7 +38,7 @@ class Display(Protocol):
 class Silent:
     """For all ranks but the first."""
 
-    def advance(self, text: str) -> None:
+    def advance(self, text: str = "", detail: str = "") -> None:
         """Say nothing."""
 
     def say(self, text: str) -> None:
@@ -60,11 +60,12 @@ class Lines(Silent):
         self.done = 0
         self.started = time.monotonic()
 
-    def advance(self, text: str) -> None:
-        """Print how far it is, `text`, and when it will be done."""
+    def advance(self, text: str = "", detail: str = "") -> None:
+        """Print how far it is, `text`, `detail`, and when it will be done."""
         self.done += 1
         left = (time.monotonic() - self.started) / self.done * (self.total - self.done)
-        print(f"{self.what} {self.done}/{self.total}  {text}  ETA {timedelta(seconds=round(left))}", flush=True)
+        parts = (f"{self.what} {self.done}/{self.total}", text, detail, f"ETA {timedelta(seconds=round(left))}")
+        print("  ".join(part for part in parts if part), flush=True)
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -77,7 +78,7 @@ class Bar(Silent):
     def __init__(self, total: int, what: str) -> None:
         columns = (
             TextColumn(what),
-            BarColumn(),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TextColumn("{task.fields[text]}"),
             TextColumn("ETA"),
@@ -86,8 +87,8 @@ class Bar(Silent):
         self.progress = Progress(*columns)
         self.task = self.progress.add_task(what, total=total, text="")
 
-    def advance(self, text: str) -> None:
-        """Move the bar on."""
+    def advance(self, text: str = "", detail: str = "") -> None:
+        """Move the bar on, `text` beside it."""
         self.progress.update(self.task, advance=1, text=text)
 
     def say(self, text: str) -> None:
@@ -149,12 +150,13 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def step_text(line: dict[str, Any], ledger: Ledger) -> str:
-    """A step in one line for people."""
+def step_text(line: dict[str, Any], ledger: Ledger) -> tuple[str, str]:
+    """A step for people: in short, and the rest."""
     count, num_bytes = ledger.total()
     return (
-        f"loss {line['loss']:.4f}  {line['bits_per_byte']:.3f} bits/byte  norm {line['grad_norm']:.3g}  "
-        f"{line['tokens_per_second']:,.0f} tokens/s  {count} collectives {num_bytes / 1e6:.1f} MB"
+        f"loss {line['loss']:.4f}  {line['bits_per_byte']:.3f} bits/byte  {line['tokens_per_second']:,.0f} tokens/s",
+        f"norm {line['grad_norm']:.3g}  rate {line['learning_rate']:.2e}  {line['step_seconds']:.3g} s  "
+        f"{count} collectives {num_bytes / 1e6:.1f} MB",
     )
 
 
