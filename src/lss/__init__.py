@@ -1,7 +1,7 @@
 """Exact training of transformers on sequences too long for one device."""
 
 from lss.attention import AttentionLayer
-from lss.batch import Segment, shard
+from lss.batch import Segment, shard, unshard
 from lss.collectives import Ledger
 from lss.context import context_of
 from lss.errors import LssError
@@ -29,4 +29,5 @@ __all__ = [
     "parallelize",
     "shard",
     "token_mean_cross_entropy",
+    "unshard",
 ]

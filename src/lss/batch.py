@@ -1,8 +1,8 @@
-"""A batch of whole sequences to this rank's segment of it."""
+"""A batch of whole sequences to this rank's segment of it, and outputs back to whole sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lss import documents as spans
+from lss.collectives import Axis, Ledger
+from lss.documents import Documents
 from lss.errors import LayoutError
 from lss.layout import Layout
 from lss.mesh import DATA, SEQUENCE
@@ -25,59 +28,132 @@ class Segment:
         layout: The layout of the batch's sequences.
         first_sample: Index of the batch's first sequence among all sequences of the step; keys the dropout.
         step: The step that the batch belongs to; None lets the model count its own calls.
+        documents: Spans of packed documents, or of the real tokens of padded sequences; None where every sequence is
+            one document.
+        position_ids: Position of every token of the whole sequences, int64 [B, L]; None where they are 0 to L - 1.
+        num_positions: The largest position and one.
     """
 
     layout: Layout
     first_sample: int
     step: int | None = None
+    documents: Documents | None = None
+    position_ids: Tensor | None = None
+    num_positions: int = 0
 
 
 def shard(
     batch: Mapping[str, Tensor],
     mesh: DeviceMesh,
     *,
+    shift_labels: int | None = None,
+    documents: Sequence[Sequence[int]] | None = None,
     first_sample: int | None = None,
     step: int | None = None,
 ) -> dict[str, Any]:
     """Cut a batch of whole sequences into the segment of this rank.
 
-    Labels must be shifted already: `labels[:, i]` is what is predicted at `tokens[:, i]`. Shifted inside a segment,
-    the last token of each segment would be lost.
+    Two keys say how tokens belong together; they are taken in and not returned. `attention_mask` [B, L] is 0 on
+    padding, left or right. `position_ids` [B, L] start again from 0 where a packed document begins. Attention, labels
+    and positions never cross a document or touch padding. Without `position_ids`, positions count from the first token
+    of each document.
 
     Args:
         batch: Tensors of shape [B, L, ...], the same on every rank of a sequence group.
         mesh: The mesh of `init_mesh`, or any DeviceMesh with an axis `sequence`.
+        shift_labels: Needed where there are integer `labels`. 0: they are shifted already, `labels[:, i]` is what is
+            predicted at `tokens[:, i]`. 1: they equal the tokens, and the next one is predicted; 2: the one after it.
+            The shift is done on whole documents, so that no label is lost where a segment ends.
+        documents: Lengths of packed documents for each sequence, from its start on; the rest is padding.
         first_sample: Index of the first sequence among all of the step; by default data rank * B.
         step: The step, which keys the dropout; by default the model counts its calls.
 
     Returns:
-        The same keys with tensors [B, S, ...], empty slots filled with 0 and, in integer tensors named `labels`, with
-        -100, which cross-entropy ignores; and `segment`, which the parallelized model takes beside its own arguments:
+        The same keys with tensors [B, S, ...], empty slots filled with 0 and, in integer `labels`, with -100, which
+        losses ignore; and `segment`, which the parallelized model takes beside its own arguments:
         `model(batch["tokens"], segment=batch["segment"])`.
 
     Raises:
-        LayoutError: The tensors differ in length, or one has no sequence dim.
+        LayoutError: Tensors differ in length, labels come without `shift_labels`, or documents do not fit.
     """
+    num_sequences, length, device = _common_shape(batch)
+    axis, data_rank = _axis(mesh, SEQUENCE), _axis(mesh, DATA).rank
+    found = _documents(batch, documents, num_sequences, length)
+    layout = Layout(length, axis.size)
+    cut: dict[str, Any] = {}
+    for name, tensor in batch.items():
+        if name not in ("attention_mask", "position_ids"):
+            integer_labels = name == "labels" and not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+            given = _shifted(tensor, shift_labels, found) if integer_labels else tensor
+            cut[name] = layout.shard(given, axis.rank, dim=1, fill=IGNORE_INDEX if integer_labels else 0)
+    plain = found == spans.whole(num_sequences, length) and "position_ids" not in batch
+    positions = None if plain else batch.get("position_ids", spans.positions_within(found, length)).to(device)
+    cut["segment"] = Segment(
+        layout,
+        data_rank * num_sequences if first_sample is None else first_sample,
+        step,
+        None if found == spans.whole(num_sequences, length) else found,
+        positions,
+        length if positions is None else int(positions.max()) + 1,
+    )
+    return cut
+
+
+def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh, *, data_groups: bool = False) -> Tensor:
+    """Put the segments of a batch together again: [B, S, ...] to [B, L, ...], in order. A collective call.
+
+    Args:
+        outputs: What a rank computed for its slots; detached.
+        segment: What `shard` returned with the batch.
+        mesh: The mesh of the batch.
+        data_groups: Whether to join the batches of all data groups too, in order: [M * B, L, ...].
+    """
+    by_slot = outputs.detach().transpose(0, 1)  # [B, S, ...] -> [S, B, ...]
+    gathered = _axis(mesh, SEQUENCE).all_gather(by_slot, layer="outputs", phase="step")
+    whole = segment.layout.unshard(gathered, dim=0).transpose(0, 1)  # [N * S, B, ...] -> [B, L, ...]
+    return _axis(mesh, DATA).all_gather(whole, layer="outputs", phase="step") if data_groups else whole.contiguous()
+
+
+def _axis(mesh: DeviceMesh, name: str) -> Axis:
+    return Axis.of(mesh, name, Ledger())
+
+
+def _common_shape(batch: Mapping[str, Tensor]) -> tuple[int, int, torch.device]:
     if not batch:
         raise LayoutError("an empty batch", allowed="at least one tensor of shape [B, L, ...]")
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-    lengths = {shape[1] if len(shape) > 1 else None for shape in shapes.values()}
-    if len(lengths) != 1 or None in lengths:
-        raise LayoutError(
-            f"a batch of shapes {shapes}", allowed="tensors [B, L, ...] with one L", remedy="see lss.shard"
-        )
+    if len({shape[:2] for shape in shapes.values()}) != 1 or any(len(shape) < 2 for shape in shapes.values()):
+        raise LayoutError(f"a batch of shapes {shapes}", allowed="tensors [B, L, ...] with one B and one L")
     first = next(iter(batch.values()))
-    names = mesh.mesh_dim_names or ()
-    rank = mesh.get_local_rank(SEQUENCE) if SEQUENCE in names else 0
-    layout = Layout(first.size(1), mesh[SEQUENCE].size() if SEQUENCE in names else 1)
-    segment: dict[str, Any] = {
-        name: layout.shard(tensor, rank, dim=1, fill=_fill(name, tensor)) for name, tensor in batch.items()
-    }
-    data_rank = mesh.get_local_rank(DATA) if DATA in names else 0
-    segment["segment"] = Segment(layout, data_rank * first.size(0) if first_sample is None else first_sample, step)
-    return segment
+    return first.size(0), first.size(1), first.device
 
 
-def _fill(name: str, tensor: Tensor) -> int:
-    integers = not tensor.is_floating_point() and tensor.dtype != torch.bool
-    return IGNORE_INDEX if name == "labels" and integers else 0
+def _documents(
+    batch: Mapping[str, Tensor], lengths: Sequence[Sequence[int]] | None, num_sequences: int, length: int
+) -> Documents:
+    if lengths is not None and "attention_mask" in batch:
+        raise LayoutError(
+            "document lengths and an attention_mask", allowed="one of them", remedy="what no document holds is padding"
+        )
+    if lengths is not None:
+        return spans.from_lengths(lengths, num_sequences, length)
+    found = spans.whole(num_sequences, length)
+    if "attention_mask" in batch:
+        mask = batch["attention_mask"]
+        if mask.dim() != 2:
+            raise LayoutError(
+                f"an attention_mask of shape {tuple(mask.shape)}",
+                allowed="a padding mask [B, L]; causality is the model's own",
+            )
+        found = spans.from_padding(mask)
+    return spans.split_at_restarts(batch["position_ids"], found) if "position_ids" in batch else found
+
+
+def _shifted(labels: Tensor, offset: int | None, found: Documents) -> Tensor:
+    if offset is None or offset < 0:
+        raise LayoutError(
+            f"integer labels with shift_labels={offset}",
+            allowed="0 where labels are shifted already, 1 where they equal the tokens and the next one is predicted",
+            remedy="say lss.shard(batch, mesh, shift_labels=...)",
+        )
+    return spans.shift(labels, offset, found, IGNORE_INDEX)

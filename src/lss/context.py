@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lss.batch import Segment
 from lss.collectives import Axis, Ledger
@@ -66,8 +67,18 @@ class SequenceContext:
         return self.segment
 
     def positions(self, device: torch.device) -> Tensor:
-        """Index in the whole sequence of each slot of this rank: int64 [S]."""
-        return self.layout.positions(self.sequence.rank, device)
+        """Position of each slot of this rank: int64 [S], or [B, S] where sequences differ."""
+        position_ids = self.present.position_ids
+        if position_ids is None:
+            return self.layout.positions(self.sequence.rank, device)
+        return self.layout.shard(position_ids, self.sequence.rank, dim=1, fill=0)
+
+    def all_positions(self, device: torch.device) -> Tensor:
+        """`positions` of all ranks: int64 [N * S], or [B, N * S]."""
+        position_ids = self.present.position_ids
+        if position_ids is None:
+            return self.layout.all_positions(device)
+        return F.pad(position_ids, (0, self.layout.padded_length - self.layout.length))
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum a small tensor over both axes; the ledger calls it `scalars`."""

@@ -1,93 +1,157 @@
-"""Dropout whose masks are keyed by global position, so that a run is the same at every number of ranks."""
+"""Dropout whose masks are keyed by global position, so that a run is the same at every number of ranks.
+
+A mask is a function of (seed, step, site, sequence, global position, feature): Philox, a counter-based generator,
+gives the random bits of any position without drawing those before it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lss.context import SequenceContext
 from lss.errors import LayoutError, ModelError
 
-# Positions drawn by one generator. A segment that starts inside a block draws the whole block and cuts, so that a
-# larger block wastes more at short segments and a smaller one reseeds more often.
-BLOCK = 64
+# Rates are multiples of 1 / LEVELS, as 16 random bits decide on a value.
+LEVELS = 2**16
+# Values that one step of the counter decides on: Philox 4x64 gives 256 bits.
+_PER_COUNT = 16
+# Positions that one generator draws on a GPU, where a counter cannot be set.
+_BLOCK = 64
+
+
+@dataclass
+class Site:
+    """One place of dropout in a parallelized model.
+
+    Args:
+        rate: Share of values dropped, in [0, 1]; rounded to a multiple of 2**-16.
+        index: Number of the place in the model.
+        context: The context of the model.
+        last_call: Number of the model's call that was here last.
+    """
+
+    rate: float
+    index: int
+    context: SequenceContext
+    last_call: int = 0
+
+    def enter(self) -> None:
+        """Note that a call has come here. Two places must not share a mask; a recomputation, inside backward, must.
+
+        Raises:
+            ModelError: The present call of the model has been here already.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if self.last_call == self.context.num_calls:
+            raise ModelError(
+                f"dropout site {self.index} is used twice in one call of the model",
+                allowed="one place for each dropout module, as its masks are keyed by the module",
+                remedy="give each place a module of its own",
+            )
+        self.last_call = self.context.num_calls
+
+    @property
+    def dropped_levels(self) -> int:
+        """The rate in units of 1 / LEVELS."""
+        return round(self.rate * LEVELS)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the kept values."""
+        return LEVELS / (LEVELS - self.dropped_levels) if self.dropped_levels < LEVELS else 0.0
+
+    def keep(self, sample: int, first_position: int, num_positions: int, features: int, device: torch.device) -> Tensor:
+        """True where a value is kept: bool [num_positions, features].
+
+        Args:
+            sample: Sequence of the present batch.
+            first_position: Global position of the first row.
+            num_positions: Rows.
+            features: Columns.
+            device: Where the mask is made.
+        """
+        present = self.context.present
+        fields = struct.pack("<4q", self.context.seed, self.context.step, self.index, present.first_sample + sample)
+        key = hashlib.blake2b(fields, digest_size=16).digest()
+        draw = _draw_on_host if device.type == "cpu" else _draw_in_blocks
+        return draw(key, first_position, num_positions, features, device) >= self.dropped_levels - LEVELS // 2
 
 
 class PositionDropout(nn.Module):
-    """Dropout of [B, S, F] whose mask is a function of (seed, step, site, sequence, global position, feature).
+    """Dropout of [B, S, F] that takes the place of `nn.Dropout` in a parallelized model.
 
-    The same masks fall at every degree of sequence and data parallelism, and again in activation recomputation. The
-    rate is rounded to a multiple of 2**-16, and the kept values are scaled by the rounded rate.
+    The same masks fall at every degree of sequence and data parallelism, and again in activation recomputation.
 
     Args:
-        rate: Share of values dropped, in [0, 1].
-        site: Index of this dropout in the model.
-        context: The context of the parallelized model.
+        site: The place.
     """
 
-    def __init__(self, rate: float, site: int, context: SequenceContext) -> None:
+    def __init__(self, site: Site) -> None:
         super().__init__()
-        self.rate = rate
         self.site = site
-        self.context = context
-        self._last_call = 0
 
     def extra_repr(self) -> str:
-        """Rate and site, as in `print(model)`."""
-        return f"rate={self.rate}, site={self.site}"
+        """Rate and place, as in `print(model)`."""
+        return f"rate={self.site.rate}, site={self.site.index}"
 
     def forward(self, values: Tensor) -> Tensor:
         """Drop and scale; the identity in evaluation."""
-        dropped_steps = round(self.rate * 2**16)
-        if not self.training or dropped_steps == 0:
+        site, layout = self.site, self.site.context.layout
+        if not self.training or site.dropped_levels == 0:
             return values
-        layout = self.context.layout
         if values.dim() != 3 or values.size(1) != layout.segment_length:
             raise LayoutError(
                 f"dropout of a tensor of shape {tuple(values.shape)} in a segment of {layout.segment_length} slots",
                 allowed=f"[B, {layout.segment_length}, F]",
             )
-        self._refuse_reuse()
-        keep = self._keep_mask(values, dropped_steps)
-        scale = 2**16 / (2**16 - dropped_steps) if dropped_steps < 2**16 else 0.0
-        return values * keep * scale
-
-    def _refuse_reuse(self) -> None:
-        """Two places must not share a mask; a recomputation, which runs inside backward, must."""
-        recomputed = torch._C._current_graph_task_id() != -1
-        if self._last_call == self.context.num_calls and not recomputed:
-            raise ModelError(
-                f"dropout site {self.site} is used twice in one call of the model",
-                allowed="one place for each nn.Dropout, as its masks are keyed by the module",
-                remedy="give each place a module of its own",
-            )
-        if not recomputed:
-            self._last_call = self.context.num_calls
-
-    def _keep_mask(self, values: Tensor, dropped_steps: int) -> Tensor:
-        """True where a value is kept: bool [B, S, F]."""
-        num_samples, length, features = values.shape
-        start = self.context.layout.start(self.context.sequence.rank)
-        first, last = start // BLOCK, (start + length - 1) // BLOCK
-        generator = torch.Generator(values.device)
-        keep = torch.empty(num_samples, (last - first + 1) * BLOCK, features, dtype=torch.bool, device=values.device)
-        for sample in range(num_samples):
-            for block in range(first, last + 1):
-                generator.manual_seed(self._key(sample, block))
-                rows = slice((block - first) * BLOCK, (block - first + 1) * BLOCK)
-                torch.ge(_bits(features, generator), dropped_steps - 2**15, out=keep[sample, rows])
-        cut = start - first * BLOCK
-        return keep[:, cut : cut + length]
-
-    def _key(self, sample: int, block: int) -> int:
-        fields = (self.context.seed, self.context.step, self.site, self.context.present.first_sample + sample, block)
-        return int.from_bytes(hashlib.blake2b(struct.pack("<5q", *fields), digest_size=7).digest(), "little")
+        site.enter()
+        start = layout.start(site.context.sequence.rank)
+        keep = [site.keep(row, start, values.size(1), values.size(2), values.device) for row in range(values.size(0))]
+        return values * torch.stack(keep) * site.scale
 
 
-def _bits(features: int, generator: torch.Generator) -> Tensor:
-    """Uniform int16 [BLOCK, F]. Four are cut from each 64-bit draw: several times faster than a draw an element."""
-    draws = torch.empty(BLOCK, -(-features // 4), dtype=torch.int64, device=generator.device)
-    return draws.random_(-(2**63), None, generator=generator).view(torch.int16)[:, :features]
+def keep_weights(
+    site: Site, rows: range, first_position: int, num_queries: int, num_heads: int, device: torch.device
+) -> Tensor:
+    """Attention weights that are kept, of some queries over all keys: bool [rows, H, num_queries, L].
+
+    The mask of a query is keyed by its position, with heads and keys as features.
+
+    Args:
+        site: The place.
+        rows: Sequences of the batch.
+        first_position: Slot of the first query in the whole sequence.
+        num_queries: Queries from there on.
+        num_heads: H.
+        device: Where the mask is made.
+    """
+    length = site.context.layout.length
+    masks = [site.keep(row, first_position, num_queries, length * num_heads, device) for row in rows]
+    return torch.stack(masks).view(len(rows), num_queries, length, num_heads).permute(0, 3, 1, 2)
+
+
+def _draw_on_host(key: bytes, first: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Uniform int16 [rows, columns]; row r takes the counters from (first + r) * counts on."""
+    counts = -(-columns // _PER_COUNT)
+    philox = np.random.Philox(key=np.frombuffer(key, np.uint64), counter=first * counts)
+    bits = philox.random_raw(rows * counts * (_PER_COUNT // 4)).view(np.int16)
+    return torch.from_numpy(bits.reshape(rows, -1))[:, :columns]
+
+
+def _draw_in_blocks(key: bytes, first: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Uniform int16 [rows, columns]; the rows of a block come from one generator, and what is not needed is cut."""
+    start, stop = first // _BLOCK, (first + rows - 1) // _BLOCK + 1
+    generator = torch.Generator(device)
+    bits = torch.empty(stop - start, _BLOCK, -(-columns // 4), dtype=torch.int64, device=device)
+    for block in range(start, stop):
+        digest = hashlib.blake2b(key + struct.pack("<q", block), digest_size=7).digest()
+        generator.manual_seed(int.from_bytes(digest, "little"))
+        bits[block - start].random_(-(2**63), None, generator=generator)
+    return bits.view(torch.int16).flatten(0, 1)[first - start * _BLOCK :][:rows, :columns]

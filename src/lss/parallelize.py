@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import batchnorm, conv
 
-from lss.attention import GATHERS, AttentionLayer, Gather, distributed_attention
+from lss.attention import GATHERS, AttentionLayer, DistributedAttention, Gather
 from lss.collectives import Axis, Ledger
 from lss.context import SequenceContext, attach, is_parallelized
-from lss.dropout import PositionDropout
+from lss.dropout import PositionDropout, Site
 from lss.errors import ModelError
 from lss.gradients import buckets
 from lss.mesh import DATA, SEQUENCE
@@ -74,9 +76,13 @@ def parallelize(model: Model, mesh: DeviceMesh, *, gather: Gather = "x", seed: i
     context = SequenceContext(sequence, data, seed, ledger)
     _send_weights(model, context)
     _shard_positions(model, context)
-    _key_dropout(model, context)
+    sites = count()
+    _key_dropout(model, context, sites)
     for name, layer in layers.items():
-        layer.forward = partial(_forward, cast(AttentionLayer, layer), context, gather, name)
+        attention = cast(AttentionLayer, layer)
+        rate = attention.attention_dropout
+        site = Site(rate, next(sites), context) if rate else None
+        layer.forward = DistributedAttention(attention, context, gather, name, site)
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
     attach(model, context)
     return model
@@ -117,13 +123,6 @@ def _check(model: nn.Module, layers: dict[str, nn.Module], gather: str) -> None:
                 "masks that know no position",
                 allowed="attention as in lss.AttentionLayer, nn.Dropout, and modules that work on each token alone",
             )
-    for name, layer in layers.items():
-        if cast(AttentionLayer, layer).attention_dropout:
-            raise ModelError(
-                f"{name} has attention dropout {cast(AttentionLayer, layer).attention_dropout}",
-                allowed="0: dropout on attention weights is not yet keyed by position",
-                remedy="use embedding, residual and feed-forward dropout",
-            )
 
 
 def _send_weights(model: nn.Module, context: SequenceContext) -> None:
@@ -144,9 +143,10 @@ def _shard_positions(model: nn.Module, context: SequenceContext) -> None:
         _replace(model, names, ShardedPositions(module, context, names[0]))
 
 
-def _key_dropout(model: nn.Module, context: SequenceContext) -> None:
-    for site, (names, module) in enumerate(_instances(model, nn.Dropout)):
-        _replace(model, names, PositionDropout(module.p, site, context).train(module.training))
+def _key_dropout(model: nn.Module, context: SequenceContext, sites: Iterator[int]) -> None:
+    for names, module in _instances(model, nn.Dropout):
+        site = Site(module.p, next(sites), context)
+        _replace(model, names, PositionDropout(site).train(module.training))
 
 
 def _instances(model: nn.Module, kind: type[Module]) -> list[tuple[list[str], Module]]:
@@ -162,13 +162,6 @@ def _replace(model: nn.Module, names: list[str], module: nn.Module) -> None:
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
-
-
-def _forward(
-    layer: AttentionLayer, context: SequenceContext, gather: Gather, name: str, x: Tensor, *_: Any, **__: Any
-) -> Tensor:
-    """Stands in for the layer's own forward, whose further arguments say what the context knows better."""
-    return distributed_attention(layer, context, gather, name, x)
 
 
 def _begin(

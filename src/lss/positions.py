@@ -16,8 +16,9 @@ class ShardedPositions(nn.Module):
     """The rows of a positional table that belong to this rank's segment.
 
     Weight, gradient and optimizer state of a row exist on the rank that holds its position, and on no other. For
-    sequences as long as the table the lookup needs no communication. For shorter ones a row may be needed where it
-    is not held: the table is then gathered, one all-gather forward and one reduce-scatter backward a step.
+    sequences as long as the table the lookup needs no communication. For shorter ones, and for packed documents, a row
+    may be needed where it is not held: the table is then gathered, one all-gather forward and one reduce-scatter
+    backward a step.
 
     Args:
         table: The whole table [P, E], the same on every rank.
@@ -40,29 +41,26 @@ class ShardedPositions(nn.Module):
         return f"{self.weight.size(0)} of {self.layout.length} rows, {self.weight.size(1)} wide"
 
     def forward(self, indices: Tensor) -> Tensor:
-        """Rows of this rank's slots: [S, E].
+        """Rows of this rank's slots: [S, E], or [B, S, E] where sequences differ.
 
         Args:
-            indices: What the plain model would look up; only its shape is used, [S] or [1, S], as the layout of the
-                batch says which positions the slots have.
+            indices: What the plain model would look up, [..., S]; only the shape is used, as the segment of the batch
+                says which positions the slots have.
         """
-        length = self.context.layout.length
-        if length > self.layout.length:
+        segment = self.context.present
+        if segment.num_positions > self.layout.length:
             raise LayoutError(
-                f"a sequence of {length} tokens, and {self.name} has {self.layout.length} rows",
-                allowed=f"at most {self.layout.length} tokens",
+                f"positions up to {segment.num_positions - 1}, and {self.name} has {self.layout.length} rows",
+                allowed=f"at most {self.layout.length} tokens of a document",
                 remedy="make the table longer, or use rotary positions",
             )
-        if indices.numel() != self.context.layout.segment_length:
+        if indices.size(-1) != segment.layout.segment_length:
             raise LayoutError(
                 f"{self.name} was asked for indices of shape {tuple(indices.shape)}",
-                allowed="one index a slot, the same for all sequences of the batch",
+                allowed=f"[..., {segment.layout.segment_length}]: one index a slot",
             )
-        return self._rows_of_segment(indices.device).view(*indices.shape, -1)
-
-    def _rows_of_segment(self, device: torch.device) -> Tensor:
-        positions = self.context.positions(device)
-        if self.layout != self.context.layout:
+        positions = self.context.positions(indices.device)
+        if segment.position_ids is not None or self.layout != segment.layout:
             return F.embedding(positions, gather(self._padded_rows(), self.context.sequence, self.name))
         # empty slots repeat the last position, which another rank may hold: any row of this rank will do
         rows = self._padded_rows()

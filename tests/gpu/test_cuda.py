@@ -22,7 +22,7 @@ def test_equals_the_plain_model_on_the_cpu(gather):
     expected.backward()
     mesh = lss.init_mesh(detect_world(os.environ).size)
     model = lss.parallelize(tiny_gpt(LENGTH).cuda(), mesh, gather=gather)
-    batch = lss.shard({"tokens": tokens.cuda(), "labels": labels.cuda()}, mesh)
+    batch = lss.shard({"tokens": tokens.cuda(), "labels": labels.cuda()}, mesh, shift_labels=0)
     logits = model(batch["tokens"], segment=batch["segment"])
     loss = lss.token_mean_cross_entropy(logits, batch["labels"], lss.count_tokens(model, batch["labels"]))
     loss.backward()

@@ -16,7 +16,7 @@ def loss_and_gradients(state: dict[str, Tensor], gather: str) -> tuple[float, di
     mesh = lss.init_mesh(3, device="cpu")
     model = lss.parallelize(gpt_of(state), mesh, gather=gather)
     tokens, labels = tokens_and_labels(2, LENGTH)
-    batch = lss.shard({"tokens": tokens, "labels": labels}, mesh)
+    batch = lss.shard({"tokens": tokens, "labels": labels}, mesh, shift_labels=0)
     logits = model(batch["tokens"], segment=batch["segment"])
     loss = lss.token_mean_cross_entropy(logits, batch["labels"], lss.count_tokens(model, batch["labels"]))
     loss.backward()

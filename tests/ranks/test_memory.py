@@ -22,7 +22,7 @@ def activations(sequence: int, gather: str) -> tuple[int, int]:
         return _tracked(model, lambda: model(batch["tokens"]), batch["labels"])
     mesh = lss.init_mesh(sequence, device="cpu")
     model = lss.parallelize(model, mesh, gather=gather)
-    part = lss.shard(batch, mesh)
+    part = lss.shard(batch, mesh, shift_labels=0)
     return _tracked(model, lambda: model(part["tokens"], segment=part["segment"]), part["labels"])
 
 

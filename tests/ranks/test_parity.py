@@ -40,7 +40,7 @@ def distributed_run(
     context = lss.context_of(model)
     tokens, labels = tokens_and_labels(num_sequences, length)
     mine = slice(context.data.rank * num_sequences // data, (context.data.rank + 1) * num_sequences // data)
-    batch = lss.shard({"tokens": tokens[mine], "labels": labels[mine]}, mesh)
+    batch = lss.shard({"tokens": tokens[mine], "labels": labels[mine]}, mesh, shift_labels=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses, first = [], {}
     for step in range(STEPS):

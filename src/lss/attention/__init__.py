@@ -1,6 +1,7 @@
 """Attention with Q distributed and K, V collected."""
 
-from lss.attention.blocks import attend
-from lss.attention.layer import GATHERS, AttentionLayer, Gather, distributed_attention
+from lss.attention.blocks import Work, attend
+from lss.attention.layer import GATHERS, AttentionLayer, DistributedAttention, Gather
+from lss.attention.plan import plan
 
-__all__ = ["GATHERS", "AttentionLayer", "Gather", "attend", "distributed_attention"]
+__all__ = ["GATHERS", "AttentionLayer", "DistributedAttention", "Gather", "Work", "attend", "plan"]

@@ -1,7 +1,8 @@
 """Kernels of attention: each gives the output and the log-sum-exp of its rows, and a backward that takes both.
 
 A backward given the output and log-sum-exp of *all* keys returns the exact gradients of the keys that it was shown,
-so that the parts of a row of scores can be computed one after the other and simply added.
+so that the parts of a row of scores can be computed one after the other and simply added. Kernels compute and answer in
+float32 or wider whatever they are given, so that such sums lose nothing.
 """
 
 from __future__ import annotations
@@ -12,97 +13,119 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# (query [B, H, S, D], key [B, K, T, D], value [B, K, T, D], is_causal, scale)
-#   -> (output [B, H, S, D], log_sum_exp [B, H, S] in float32 or wider)
-Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-# (gradient of output, query, key, value, output, log_sum_exp, is_causal, scale) -> gradients of query, key, value
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class Operands:
+    """One block: queries, the keys that they see, and how.
+
+    Args:
+        query: [B, H, S, D].
+        key: [B, K, T, D]; H is a multiple of K, and keys are not expanded.
+        value: [B, K, T, D].
+        is_causal: Whether query i sees keys 0 to i only; needs S = T.
+        scale: Factor of the scores.
+        keep: Attention weights that are kept, bool [B, H, S, T]; None keeps all.
+        keep_scale: Factor of the kept weights.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    scale: float
+    keep: Tensor | None = None
+    keep_scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A forward and its backward. H is a multiple of K, and keys are not expanded; `is_causal` needs S = T."""
+    """A forward and its backward.
+
+    Args:
+        name: As in `attention.kernel`.
+        forward: Operands to output [B, H, S, D] and log-sum-exp [B, H, S].
+        backward: Operands, gradient of the output, output, log-sum-exp to gradients of query, key and value.
+        drops_weights: Whether it takes `keep`.
+        max_queries: Queries that it is given at a time; None for any number.
+    """
 
     name: str
-    forward: Forward
-    backward: Backward
+    forward: Callable[[Operands], tuple[Tensor, Tensor]]
+    backward: Callable[[Operands, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    drops_weights: bool
+    max_queries: int | None
 
 
-def kernel_for(query: Tensor) -> Kernel:
-    """Flash attention on the CPU; the stored-scores form of the paper elsewhere."""
-    return FLASH_CPU if query.device.type == "cpu" else MATH
+def kernel_for(device: torch.device, drops_weights: bool) -> Kernel:
+    """Flash attention on the CPU; stored scores, the paper's form, elsewhere and under dropout of weights."""
+    return FLASH_CPU if device.type == "cpu" and not drops_weights else MATH
 
 
-def _flash_cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def wide(tensor: Tensor) -> Tensor:
+    """In float32, or float64 as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _flash_cpu_forward(given: Operands) -> tuple[Tensor, Tensor]:
     output, log_sum_exp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, scale=scale
+        wide(given.query), wide(given.key), wide(given.value), 0.0, given.is_causal, scale=given.scale
     )
     return output, log_sum_exp
 
 
 def _flash_cpu_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    is_causal: bool,
-    scale: float,
+    given: Operands, gradient: Tensor, output: Tensor, log_sum_exp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = (gradient, given.query, given.key, given.value, output)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, output, log_sum_exp, 0.0, is_causal, scale=scale
+        *(wide(tensor) for tensor in tensors), log_sum_exp, 0.0, given.is_causal, scale=given.scale
     )
     return gradients
 
 
-def _math_forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, is_causal, scale)
+def _math_forward(given: Operands) -> tuple[Tensor, Tensor]:
+    scores = _scores(given)
     log_sum_exp = scores.logsumexp(-1)
-    weights = (scores - log_sum_exp.unsqueeze(-1)).exp()
-    output = torch.einsum("bkgst,bktd->bkgsd", weights, _wide(value))
-    return output.flatten(1, 2).to(query.dtype), log_sum_exp.flatten(1, 2)
+    weights = _dropped(given, (scores - log_sum_exp.unsqueeze(-1)).exp())
+    output = torch.einsum("bkgst,bktd->bkgsd", weights, wide(given.value))
+    return output.flatten(1, 2), log_sum_exp.flatten(1, 2)
 
 
 def _math_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum_exp: Tensor,
-    is_causal: bool,
-    scale: float,
+    given: Operands, gradient: Tensor, output: Tensor, log_sum_exp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_kv_heads = key.size(1)
     grouped_query, grouped_gradient, grouped_output, grouped_lse = (
-        _wide(part).unflatten(1, (num_kv_heads, -1)) for part in (query, gradient, output, log_sum_exp)
+        _grouped(given, part) for part in (given.query, gradient, output, log_sum_exp)
     )
-    weights = (_scores(query, key, is_causal, scale) - grouped_lse.unsqueeze(-1)).exp()
-    grad_value = torch.einsum("bkgst,bkgsd->bktd", weights, grouped_gradient)
-    grad_weights = torch.einsum("bkgsd,bktd->bkgst", grouped_gradient, _wide(value))
-    row = (grouped_gradient * grouped_output).sum(-1, keepdim=True)
-    grad_scores = weights * (grad_weights - row) * scale
-    grad_query = torch.einsum("bkgst,bktd->bkgsd", grad_scores, _wide(key)).flatten(1, 2)
+    weights = (_scores(given) - grouped_lse.unsqueeze(-1)).exp()
+    grad_value = torch.einsum("bkgst,bkgsd->bktd", _dropped(given, weights), grouped_gradient)
+    grad_weights = _dropped(given, torch.einsum("bkgsd,bktd->bkgst", grouped_gradient, wide(given.value)))
+    row = (grouped_gradient * grouped_output).sum(-1, keepdim=True)  # of all keys, with dropout too
+    grad_scores = weights * (grad_weights - row) * given.scale
+    grad_query = torch.einsum("bkgst,bktd->bkgsd", grad_scores, wide(given.key)).flatten(1, 2)
     grad_key = torch.einsum("bkgst,bkgsd->bktd", grad_scores, grouped_query)
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+    return grad_query, grad_key, grad_value
 
 
-def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """Scaled scores in float32 or wider: [B, K, H / K, S, T]."""
-    grouped = _wide(query).unflatten(1, (key.size(1), -1))
-    scores = torch.einsum("bkgsd,bktd->bkgst", grouped, _wide(key)) * scale
-    if is_causal:
-        future = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).triu_(1)
+def _scores(given: Operands) -> Tensor:
+    """Scaled scores: [B, K, H / K, S, T]."""
+    scores = torch.einsum("bkgsd,bktd->bkgst", _grouped(given, given.query), wide(given.key)) * given.scale
+    if given.is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores = scores.masked_fill(future, -torch.inf)
     return scores
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+def _dropped(given: Operands, weights: Tensor) -> Tensor:
+    """Weights, or their gradients, after dropout: [B, K, H / K, S, T]."""
+    return weights if given.keep is None else weights * _grouped(given, given.keep) * given.keep_scale
 
 
-FLASH_CPU = Kernel("flash_cpu", _flash_cpu_forward, _flash_cpu_backward)
-MATH = Kernel("math", _math_forward, _math_backward)
+def _grouped(given: Operands, tensor: Tensor) -> Tensor:
+    """[B, H, ...] to [B, K, H / K, ...], masks as they are and numbers in float32 or wider."""
+    split = tensor.unflatten(1, (given.key.size(1), -1))
+    return split if tensor.dtype == torch.bool else wide(split)
+
+
+FLASH_CPU = Kernel("flash_cpu", _flash_cpu_forward, _flash_cpu_backward, drops_weights=False, max_queries=None)
+MATH = Kernel("math", _math_forward, _math_backward, drops_weights=True, max_queries=256)

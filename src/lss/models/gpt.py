@@ -92,11 +92,11 @@ class Attention(nn.Module):
         self.rotary = Rotary(config.head_width) if config.positions == "rotary" else None
 
     def project_query(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[B, S, E] at `positions` [S] to [B, H, S, D]."""
+        """[B, S, E] at `positions`, [S] or [B, S], to [B, H, S, D]."""
         return self._rotate(self._split_heads(self.query(x)), positions)
 
     def project_key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, E] at `positions` [S] to keys and values, each [B, K, S, D]."""
+        """[B, S, E] at `positions`, [S] or [B, S], to keys and values, each [B, K, S, D]."""
         return self._rotate(self._split_heads(self.key(x)), positions), self._split_heads(self.value(x))
 
     def project_output(self, attended: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ class Rotary(nn.Module):
         self.base = base
 
     def forward(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """Rotate [..., S, D] by the angles of `positions` [S], which are computed in float64."""
+        """Rotate [B, H, S, D] by the angles of `positions`, [S] or [B, S], which are computed in float64."""
         exponents = torch.arange(0, self.head_width, 2, dtype=torch.float64, device=heads.device) / self.head_width
-        angles = positions[:, None] * self.base**-exponents
+        angles = positions[..., None] * self.base**-exponents
+        angles = angles.unsqueeze(-3)  # [S, D / 2] -> [1, S, D / 2], or [B, S, D / 2] -> [B, 1, S, D / 2]
         wide = torch.promote_types(heads.dtype, torch.float32)
         cosine, sine = angles.cos().to(wide), angles.sin().to(wide)
         left, right = heads.chunk(2, -1)

@@ -58,7 +58,7 @@ def evaluate(
     model.eval()
     for batch in batches(chosen, context.data.size, context.data.rank, config.train.batch):
         tensors = {name: tensor.to(device) for name, tensor in read(data, batch, config.data.length).items()}
-        part = shard(tensors, mesh)
+        part = shard(tensors, mesh, shift_labels=0)
         with torch.no_grad(), autocast(config.train.precision, device):
             logits = model(part["tokens"], segment=part["segment"])
         one = torch.ones((), device=device)  # a sum now, divided by the count of all batches at the end

@@ -97,7 +97,7 @@ class Trainer:
             start, stop = first + part * size // parts, first + (part + 1) * size // parts
             whole = self.sampler.batch(step, slice(start, stop))
             on_device = {name: tensor.to(self.device) for name, tensor in whole.items()}
-            yield shard(on_device, self.mesh, first_sample=start, step=step)
+            yield shard(on_device, self.mesh, shift_labels=0, first_sample=start, step=step)
 
     def _backward(self, batch: dict[str, Any], count: Tensor) -> Tensor:
         with autocast(self.config.train.precision, self.device):

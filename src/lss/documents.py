@@ -1,0 +1,112 @@
+"""Which tokens of a batch belong together: packed documents and padding, as spans known on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lss.errors import LayoutError
+
+# Slots [start, stop) of one document, or of the real tokens of a padded sequence.
+Span = tuple[int, int]
+# The spans of each sequence of a batch; what no span holds is padding.
+Documents = tuple[tuple[Span, ...], ...]
+
+
+def from_lengths(lengths: Sequence[Sequence[int]], num_sequences: int, length: int) -> Documents:
+    """Documents one behind the other, from the first slot on; what is left of a sequence is padding.
+
+    Raises:
+        LayoutError: There is not one list a sequence, or lengths are below 1 or longer than the sequence together.
+    """
+    if len(lengths) != num_sequences:
+        raise LayoutError(
+            f"document lengths for {len(lengths)} sequences in a batch of {num_sequences}",
+            allowed="one list a sequence",
+        )
+    found = []
+    for row in lengths:
+        if any(size < 1 for size in row) or sum(row) > length:
+            raise LayoutError(
+                f"documents of lengths {list(row)} in a sequence of {length} tokens",
+                allowed=f"lengths of at least 1 that add up to at most {length}",
+            )
+        stops = [sum(row[: index + 1]) for index in range(len(row))]
+        found.append(tuple((stop - size, stop) for stop, size in zip(stops, row, strict=True)))
+    return tuple(found)
+
+
+def from_padding(mask: Tensor) -> Documents:
+    """Real tokens of each sequence, from a padding mask: [B, L], nonzero where a token is real.
+
+    Raises:
+        LayoutError: A sequence has padding between real tokens.
+    """
+    found = []
+    for row, real in enumerate(mask.bool().cpu()):
+        slots = real.nonzero().flatten().tolist()
+        if slots and slots[-1] - slots[0] + 1 != len(slots):
+            raise LayoutError(
+                f"sequence {row} of the batch has padding between its tokens",
+                allowed="padding on the left or on the right, as a mask [B, L]",
+                remedy="pack the parts as documents, or move the padding to an end",
+            )
+        found.append(((slots[0], slots[-1] + 1),) if slots else ())
+    return tuple(found)
+
+
+def split_at_restarts(position_ids: Tensor, documents: Documents) -> Documents:
+    """Cut spans where positions start again from 0: [B, L].
+
+    Raises:
+        LayoutError: Positions neither go on by one nor start again.
+    """
+    found = []
+    for row, spans in zip(position_ids.cpu().tolist(), documents, strict=True):
+        cut: list[Span] = []
+        for start, stop in spans:
+            breaks = [slot for slot in range(start + 1, stop) if row[slot] != row[slot - 1] + 1]
+            wrong = [slot for slot in breaks if row[slot] != 0]
+            if wrong:
+                raise LayoutError(
+                    f"position_ids go from {row[wrong[0] - 1]} to {row[wrong[0]]} at slot {wrong[0]}",
+                    allowed="steps of one, and a restart from 0 where a document begins",
+                )
+            edges = [start, *breaks, stop]
+            cut.extend(pairwise(edges))
+        found.append(tuple(cut))
+    return tuple(found)
+
+
+def whole(num_sequences: int, length: int) -> Documents:
+    """Every sequence is one document."""
+    return (((0, length),),) * num_sequences
+
+
+def positions_within(documents: Documents, length: int) -> Tensor:
+    """Position of each token in its document, 0 in padding: int64 [B, L]."""
+    positions = torch.zeros(len(documents), length, dtype=torch.int64)
+    for row, spans in enumerate(documents):
+        for start, stop in spans:
+            positions[row, start:stop] = torch.arange(stop - start)
+    return positions
+
+
+def shift(labels: Tensor, offset: int, documents: Documents, ignored: int) -> Tensor:
+    """Labels of the token `offset` places on, in the same document; `ignored` where it has none, and in padding.
+
+    Args:
+        labels: [B, L]; with offset 0 they are shifted already, and only padding is ignored.
+        offset: 0, 1, 2, ...
+        documents: The spans of each sequence.
+        ignored: The label that losses ignore.
+    """
+    shifted = torch.full_like(labels, ignored)
+    for row, spans in enumerate(documents):
+        for start, stop in spans:
+            if stop - start > offset:
+                shifted[row, start : stop - offset] = labels[row, start + offset : stop]
+    return shifted
