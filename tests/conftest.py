@@ -7,6 +7,11 @@ import pytest
 from lss.testing import RankPool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many examples the property test of batches draws."""
+    parser.addoption("--examples", type=int, default=60, help="examples of tests/ranks/test_property.py")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four processes that any test may run a function on."""
