@@ -9,7 +9,8 @@ from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm
 from lss.layout import Layout
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.mesh import init_mesh
-from lss.parallelize import full_state_dict, parallelize
+from lss.parallelize import full_gradients, full_state_dict, parallelize
+from lss.verify import verify
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "clip_gradient_norm",
     "context_of",
     "count_tokens",
+    "full_gradients",
     "full_state_dict",
     "gradient_norm",
     "init_mesh",
@@ -30,4 +32,5 @@ __all__ = [
     "shard",
     "token_mean_cross_entropy",
     "unshard",
+    "verify",
 ]

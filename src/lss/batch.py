@@ -44,7 +44,7 @@ class Segment:
 
 def shard(
     batch: Mapping[str, Tensor],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
     *,
     shift_labels: int | None = None,
     documents: Sequence[Sequence[int]] | None = None,
@@ -60,7 +60,7 @@ def shard(
 
     Args:
         batch: Tensors of shape [B, L, ...], the same on every rank of a sequence group.
-        mesh: The mesh of `init_mesh`, or any DeviceMesh with an axis `sequence`.
+        mesh: The mesh of `init_mesh`, or any DeviceMesh with an axis `sequence`; None for one rank alone.
         shift_labels: Needed where there are integer `labels`. 0: they are shifted already, `labels[:, i]` is what is
             predicted at `tokens[:, i]`. 1: they equal the tokens, and the next one is predicted; 2: the one after it.
             The shift is done on whole documents, so that no label is lost where a segment ends.
@@ -99,7 +99,7 @@ def shard(
     return cut
 
 
-def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh, *, data_groups: bool = False) -> Tensor:
+def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh | None, *, data_groups: bool = False) -> Tensor:
     """Put the segments of a batch together again: [B, S, ...] to [B, L, ...], in order. A collective call.
 
     Args:
@@ -114,7 +114,7 @@ def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh, *, data_groups:
     return _axis(mesh, DATA).all_gather(whole, layer="outputs", phase="step") if data_groups else whole.contiguous()
 
 
-def _axis(mesh: DeviceMesh, name: str) -> Axis:
+def _axis(mesh: DeviceMesh | None, name: str) -> Axis:
     return Axis.of(mesh, name, Ledger())
 
 

@@ -15,20 +15,24 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 import lss
+from lss.attention import GATHERS
 from lss.collectives import agree
-from lss.config import Config, parse, parser
+from lss.config import Config, ParallelConfig, parse, parser
 from lss.data import default_cache_folder, enwik8
 from lss.errors import ConfigError, LssError
 from lss.launch import launch
 from lss.mesh import World, check_degrees, detect_world, init_world
 from lss.train import evaluate_run, train
 from lss.train.folder import RunFolder
+from lss.verify.command import verify_target
+from lss.verify.target import Target
 
 _USAGE = """\
 usage: lss COMMAND ...
 
   lss train [CONFIG.toml] [--key.sub value ...]   train a model; starts its ranks, or joins torchrun, srun or mpirun
   lss eval RUN [--key.sub value ...]              bits per byte of a run on its test split
+  lss verify TARGET [--sequence N] [--data M]     prove that a run over ranks equals the serial one
   lss data enwik8 [--from FILE]                   fetch and check a data set
 
 lss COMMAND --help tells more."""
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0; 2 for bad input; 3 for a lost rank; 1 for anything else that went wrong.
+        0; 2 for bad input; 3 for a lost rank; 4 where `lss verify` finds a difference; 1 for anything else.
     """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("--help", "-h", "--version"):
@@ -57,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _data(rest)
         if command in _READERS:
             return _run(partial(_READERS[command], rest))
-        raise ConfigError(f"unknown command {command!r}", allowed="train, eval, data", remedy="see lss --help")
+        raise ConfigError(f"unknown command {command!r}", allowed="train, eval, verify, data", remedy="see lss --help")
     except LssError as error:
         return _report(error)
     except KeyboardInterrupt:
@@ -84,7 +88,37 @@ def _read_eval(arguments: Sequence[str]) -> Job:
     return Job(job, config)
 
 
-_READERS: dict[str, Callable[[Sequence[str]], Job]] = {"train": _read_train, "eval": _read_eval}
+def _read_verify(arguments: Sequence[str]) -> Job:
+    made = ArgumentParser(prog="lss verify", description="Prove that a run over ranks equals the serial one.")
+    made.add_argument("target", help="a preset, a .toml file, or module:function, which returns a model and a batch")
+    made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
+    made.add_argument("--data", type=int, default=1, help="data groups (default 1)")
+    made.add_argument("--gather", choices=GATHERS, default="x", help="what attention layers gather (default x)")
+    made.add_argument("--length", type=int, default=0, help="tokens of a sequence, for presets and .toml files")
+    made.add_argument("--sequences", type=int, default=1, help="sequences a data group, for presets and .toml files")
+    made.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
+    made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where to run (default cpu)")
+    made.add_argument("--json", default="", help="a file for the report")
+    given = made.parse_args(list(arguments))
+    for name in ("sequences", "steps"):
+        if getattr(given, name) < 1:
+            raise ConfigError(f"{name} = {getattr(given, name)}", allowed="at least 1")
+    if given.length < 0:
+        raise ConfigError(f"length = {given.length}", allowed="at least 1, or 0 for the default")
+    check_degrees(given.sequence, given.data)
+    target = Target(given.target, given.length, given.sequences * given.data)
+    parallel = ParallelConfig(given.sequence, given.data, given.device)
+    run = partial(
+        verify_target, target=target, parallel=parallel, gather=given.gather, steps=given.steps, file=given.json
+    )
+    return Job(run, Config(parallel=parallel))
+
+
+_READERS: dict[str, Callable[[Sequence[str]], Job]] = {
+    "train": _read_train,
+    "eval": _read_eval,
+    "verify": _read_verify,
+}
 
 
 def _run(read: Callable[[], Job]) -> int:

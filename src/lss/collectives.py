@@ -87,12 +87,14 @@ class Axis:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, name: str, ledger: Ledger) -> Axis:
-        """The axis `name` of a mesh; an axis that the mesh lacks has one rank.
+    def of(cls, mesh: DeviceMesh | None, name: str, ledger: Ledger) -> Axis:
+        """The axis `name` of a mesh; one that the mesh lacks, or without a mesh, has one rank.
 
         Raises:
             MeshError: The mesh has no named axes.
         """
+        if mesh is None:
+            return cls(name, 1, 0, ledger)
         if mesh.mesh_dim_names is None:
             raise MeshError("a DeviceMesh without axis names", remedy="make it with lss.init_mesh, or name its axes")
         if name not in mesh.mesh_dim_names:

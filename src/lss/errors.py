@@ -53,6 +53,12 @@ class RunError(LssError):
     """A run folder cannot be used as asked."""
 
 
+class DifferentError(LssError):
+    """A run over ranks differs from the serial one."""
+
+    exit_code = 4
+
+
 class RankLostError(LssError):
     """A collective failed because another rank ended or cannot be reached."""
 

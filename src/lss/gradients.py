@@ -25,6 +25,23 @@ def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in model.parameters() if id(weight) not in tables]
 
 
+def replicas_that_differ(model: nn.Module) -> list[str]:
+    """Names of parameters that are not bit-identical on all ranks that share them. A collective call, and a cheap one.
+
+    Compared is the sum of the bit patterns of each parameter, modulo 2**64.
+    """
+    context = context_of(model)
+    tables = {id(weight) for weight in positional_tables(model)}
+    names, weights = zip(*model.named_parameters(), strict=True)
+    sums = torch.stack([_bit_sum(weight) for weight in weights])[None]
+    groups = context.data.all_gather(sums, layer="replicas", phase="step")
+    segments = context.sequence.all_gather(sums, layer="replicas", phase="step")
+    shared = torch.tensor([id(weight) not in tables for weight in weights], device=sums.device)
+    different = (groups != groups[0]).any(0) | ((segments != segments[0]).any(0) & shared)
+    on_any_rank = context.gather_from_ranks(different.int()).any(0)
+    return [name for name, bad in zip(names, on_any_rank.tolist(), strict=True) if bad]
+
+
 def average_gradients(model: nn.Module) -> None:
     """Complete the gradients of a batch, once, after its last backward. A collective call.
 
@@ -117,3 +134,8 @@ def _squared_sum(weights: list[nn.Parameter]) -> Tensor:
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     device = weights[0].device if weights else None
     return torch.nn.utils.get_total_norm(gradients).to(device, torch.float64).square()
+
+
+def _bit_sum(weight: Tensor) -> Tensor:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return weight.detach().contiguous().view(bits).sum(dtype=torch.int64)

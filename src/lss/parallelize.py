@@ -40,7 +40,7 @@ _REFUSED: tuple[type[nn.Module], ...] = (
 _PROJECTIONS = ("project_query", "project_key_value", "project_output")
 
 
-def parallelize(model: Model, mesh: DeviceMesh, *, gather: Gather = "x", seed: int = 0) -> Model:
+def parallelize(model: Model, mesh: DeviceMesh | None, *, gather: Gather = "x", seed: int = 0) -> Model:
     """Make a plain model work on one segment a rank, with the result of the whole sequence.
 
     In place: attention layers collect keys and values, learned positional tables keep the rows of this rank's segment,
@@ -49,7 +49,8 @@ def parallelize(model: Model, mesh: DeviceMesh, *, gather: Gather = "x", seed: i
 
     Args:
         model: A model whose attention layers follow `AttentionLayer`, such as `lss.models.GPT`.
-        mesh: The mesh of `init_mesh`, or any DeviceMesh with an axis `sequence` and perhaps `data`.
+        mesh: The mesh of `init_mesh`, or any DeviceMesh with an axis `sequence` and perhaps `data`; None for one rank
+            alone.
         gather: What an attention layer gathers: its input (`x`, one message), keys and values packed (`kv`, one
             message), or apart (`separate`, two).
         seed: Keys the dropout, together with the step.
@@ -93,8 +94,21 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, ShardedPositions):
-            state[f"{name}.weight"] = module.whole_table()
+            state[f"{name}.weight"] = module.whole(module.weight)
     return state
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients under the names of the plain model's parameters, rows of positional tables put together.
+
+    On every rank; parameters without a gradient are left out. A collective call.
+    """
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedPositions) and module.weight.requires_grad:
+            rows = module.weight.grad
+            gradients[f"{name}.weight"] = module.whole(torch.zeros_like(module.weight) if rows is None else rows)
+    return gradients
 
 
 def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:

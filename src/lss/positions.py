@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -61,18 +60,17 @@ class ShardedPositions(nn.Module):
             )
         positions = self.context.positions(indices.device)
         if segment.position_ids is not None or self.layout != segment.layout:
-            return F.embedding(positions, gather(self._padded_rows(), self.context.sequence, self.name))
+            return F.embedding(positions, gather(self._padded(self.weight), self.context.sequence, self.name))
         # empty slots repeat the last position, which another rank may hold: any row of this rank will do
-        rows = self._padded_rows()
+        rows = self._padded(self.weight)
         local = positions - self.layout.start(self.context.sequence.rank)
         return F.embedding(local.clamp(0, rows.size(0) - 1), rows)
 
-    def whole_table(self) -> Tensor:
-        """The table reassembled from all ranks: [P, E], detached. A collective call."""
-        with torch.no_grad():
-            whole = self.context.sequence.all_gather(self._padded_rows(), layer=self.name, phase="setup")
-        return self.layout.unshard(whole, dim=0)
+    def whole(self, rows: Tensor) -> Tensor:
+        """Rows of all ranks in order, of the weight or of its gradient: [P, E], detached. A collective call."""
+        gathered = self.context.sequence.all_gather(self._padded(rows.detach()), layer=self.name, phase="setup")
+        return self.layout.unshard(gathered, dim=0)
 
-    def _padded_rows(self) -> Tensor:
-        missing = self.layout.segment_length - self.weight.size(0)
-        return F.pad(self.weight, (0, 0, 0, missing)) if missing else self.weight
+    def _padded(self, rows: Tensor) -> Tensor:
+        missing = self.layout.segment_length - rows.size(0)
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows

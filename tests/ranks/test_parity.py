@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lss
-from lss.positions import ShardedPositions
+from lss.parallelize import full_gradients
 from lss.testing import RankPool
 from tests.models import assert_same, tiny_gpt, tokens_and_labels
 
@@ -57,15 +57,8 @@ def distributed_run(
 
 
 def whole_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Gradients under the names of the plain model, rows of positional tables put together."""
-    whole = {name: weight.grad.clone() for name, weight in model.named_parameters()}
-    for name, module in model.named_modules():
-        if isinstance(module, ShardedPositions):
-            table = module.weight.data
-            module.weight.data = module.weight.grad
-            whole[f"{name}.weight"] = module.whole_table()
-            module.weight.data = table
-    return whole
+    """Copies of the gradients under the names of the plain model."""
+    return {name: gradient.clone() for name, gradient in full_gradients(model).items()}
 
 
 def compare(pool: RankPool, sequence: int, data: int, gather: str, length: int, num_sequences: int, **changes) -> None:

@@ -1,0 +1,53 @@
+"""`lss verify` on one rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from lss.attention import Gather
+from lss.collectives import agree
+from lss.config import ParallelConfig
+from lss.errors import DifferentError, RunError
+from lss.mesh import World, init_mesh
+from lss.verify.compare import Report
+from lss.verify.run import verify
+from lss.verify.target import Target
+
+
+def verify_target(
+    world: World, target: Target, parallel: ParallelConfig, gather: Gather, steps: int, file: str
+) -> None:
+    """Verify, print the report, and write it as JSON where asked.
+
+    Raises:
+        DifferentError: Some check failed; on all ranks.
+    """
+    started = time.perf_counter()
+    mesh = init_mesh(parallel.sequence, parallel.data, device=parallel.device, world=world)
+    model, batch = agree(target.load)
+    report = verify(model, batch, mesh, gather=gather, steps=steps)
+    if world.rank == 0:
+        console = Console()
+        console.print(report.render())
+        console.print(f"{time.perf_counter() - started:.1f} s", style="dim")
+    agree(lambda: _write(report, file) if file and world.rank == 0 else None)
+    if not report.passed:
+        failed = next(check for check in report.checks if not check.passed)
+        error = DifferentError(
+            f"{target.name} over ranks differs from the serial run: {failed.kind} {failed.name}",
+            allowed=f"a relative error of at most {failed.bound:.1e}",
+            remedy="look at the first module named above",
+        )
+        error.on_all_ranks = True
+        raise error
+
+
+def _write(report: Report, file: str) -> None:
+    try:
+        Path(file).write_text(json.dumps(report.to_dict(), indent=1))
+    except OSError as error:
+        raise RunError(f"{file!r} cannot be written: {error}", remedy="name another file") from error

@@ -1,0 +1,132 @@
+"""Checks, their bounds, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+# Gradients this much smaller than the model's largest are compared on the scale of this share of it: what is left of a
+# sum that cancels (a key's bias, say) is rounding.
+SMALL = 1e-3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One quantity, compared.
+
+    Args:
+        kind: `loss`, `output`, `gradient`, `norm`, `parameter`, `dropout`, `replicas` or `sanity`.
+        name: Of the parameter, or what was looked at.
+        error: Largest relative error over all ranks; NaN where something is not finite.
+        bound: What rounding can explain.
+        note: What a failure means.
+    """
+
+    kind: str
+    name: str
+    error: float
+    bound: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the bound; NaN is not."""
+        return self.error <= self.bound
+
+    @property
+    def excess(self) -> float:
+        """Error over bound; infinite for NaN. The worst check has the largest."""
+        ratio = self.error / self.bound if self.bound else (0.0 if self.error == 0 else float("inf"))
+        return ratio if ratio == ratio else float("inf")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found.
+
+    Args:
+        title: What was compared.
+        checks: Worst first.
+        first_forward: First module in order of execution whose output parts from the serial run's; empty if none.
+        first_backward: First module, as backward reaches it, at whose output the gradient parts; empty if none.
+    """
+
+    title: str
+    checks: tuple[Check, ...]
+    first_forward: str = ""
+    first_backward: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks hold."""
+        return all(check.passed for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`passed`, `title`, `first_forward`, `first_backward`, and `checks`, worst first."""
+        return {
+            "passed": self.passed,
+            "title": self.title,
+            "first_forward": self.first_forward,
+            "first_backward": self.first_backward,
+            "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
+        }
+
+    def render(self, limit: int = 12) -> RenderableType:
+        """A table of the worst checks, and the verdict."""
+        table = Table("check", "of", "relative error", "bound", "verdict", title=self.title, title_justify="left")
+        failed = sum(not check.passed for check in self.checks)
+        for check in self.checks[: max(limit, min(failed, 2 * limit))]:
+            verdict = Text("equal", "green") if check.passed else Text("DIFFERENT", "bold red")
+            table.add_row(check.kind, check.name, f"{check.error:.1e}", f"{check.bound:.1e}", verdict)
+        hidden = len(self.checks) - table.row_count
+        lines: list[RenderableType] = [table]
+        if hidden:
+            lines.append(Text(f"... and {hidden} more, each nearer to the serial run than these"))
+        lines.extend(
+            Text(f"{check.kind} {check.name}: {check.note}") for check in self.checks if not check.passed and check.note
+        )
+        if self.first_forward:
+            lines.append(Text(f"first module whose output differs: {self.first_forward}", "red"))
+        if self.first_backward:
+            lines.append(Text(f"first module, going backward, whose gradient differs: {self.first_backward}", "red"))
+        verdict = "EQUAL to the serial run" if self.passed else f"NOT EQUAL to the serial run: {failed} checks failed"
+        lines.append(Text(f"{verdict} ({len(self.checks)} checks)", "bold green" if self.passed else "bold red"))
+        return Group(*lines)
+
+
+def report(title: str, checks: Iterable[Check], first_forward: str = "", first_backward: str = "") -> Report:
+    """A report with the worst check first."""
+    ordered = sorted(checks, key=lambda check: check.excess, reverse=True)
+    return Report(title, tuple(ordered), first_forward, first_backward)
+
+
+def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Largest difference over the largest expected magnitude, which counts as `floor` at least; NaN spreads.
+
+    Another shape, or no value where one is expected, is an infinite error.
+    """
+    if actual.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    difference = (actual.double() - expected.double()).abs().max().item()
+    scale = max(expected.abs().max().item(), floor)
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale else float("inf")
+
+
+def rounding_bound(dtype: torch.dtype, num_terms: int) -> float:
+    """Relative error that rounding explains where sums of `num_terms` are taken in another order.
+
+    The classical worst case of a sum is (terms - 1) x epsilon of the sum of magnitudes (Higham, Accuracy and Stability
+    of Numerical Algorithms, section 4.2).
+    """
+    return num_terms * torch.finfo(dtype).eps

@@ -1,0 +1,88 @@
+"""What `lss verify` is told to verify: a preset, a configuration, or a function of the user's."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lss.config import Config, parse, parser
+from lss.errors import ConfigError
+from lss.models import GPT, PRESETS
+
+DROPOUT = 0.1
+
+
+@dataclass(frozen=True)
+class Target:
+    """A name that every rank can turn into the same model and batch.
+
+    Args:
+        name: A preset, a TOML file, or `module:function`.
+        length: Tokens of a sequence, for presets and configurations; 0 takes the configuration's.
+        num_sequences: Sequences of all data groups, for presets and configurations.
+    """
+
+    name: str
+    length: int
+    num_sequences: int
+
+    def load(self) -> tuple[nn.Module, dict[str, Tensor]]:
+        """The plain model and a batch of whole sequences, labels shifted already.
+
+        Presets and configurations get random weights and random tokens, and dropout everywhere.
+
+        Raises:
+            ConfigError: There is no such preset, file, module or function, or it returns something else.
+        """
+        torch.manual_seed(0)
+        if self.name in PRESETS:
+            return self._gpt(parse(parser("verify"), ["--model.preset", self.name])[0])
+        if self.name.endswith(".toml"):
+            return self._gpt(parse(parser("verify"), [self.name])[0])
+        if ":" not in self.name:
+            raise ConfigError(
+                f"target {self.name!r}", allowed=f"a preset ({', '.join(PRESETS)}), a .toml file, or module:function"
+            )
+        return _checked(self.name, _function(self.name)())
+
+    def _gpt(self, config: Config) -> tuple[nn.Module, dict[str, Tensor]]:
+        length = self.length or config.data.length
+        shape = replace(config.gpt(), max_length=length, dropout=DROPOUT, attention_dropout=DROPOUT)
+        text = torch.randint(shape.vocabulary, (self.num_sequences, length + 1))
+        return GPT(shape), {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
+
+
+def _function(name: str) -> Callable[[], Any]:
+    module_name, _, function_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"target {name!r} cannot be imported: {error}",
+            allowed="module:function, found from the present folder or installed",
+            remedy=f"see that {Path(module_name.replace('.', '/') + '.py')} exists and defines {function_name}",
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"target {name!r} is a {type(function).__name__}", allowed="a function without arguments")
+    return function  # type: ignore[no-any-return]
+
+
+def _checked(name: str, returned: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    good = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)
+    if not good or not isinstance(returned[1], dict):
+        raise ConfigError(
+            f"target {name!r} returned a {type(returned).__name__}",
+            allowed="(model, batch): a plain nn.Module and a dict of tensors [B, L, ...] with `labels`, shifted already",
+        )
+    model, batch = returned
+    return model, batch

@@ -1,0 +1,103 @@
+"""Which module is the first to differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lss.batch import shard
+from lss.context import SequenceContext, context_of
+from lss.losses import count_tokens
+from lss.parallelize import parallelize
+from lss.verify.compare import SMALL, relative_error
+from lss.verify.setting import Setting
+
+
+@dataclass
+class Trace:
+    """Outputs of modules, and gradients at them, in order of execution."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def watch(self, model: nn.Module) -> None:
+        """Record every module's first call."""
+        for name, module in model.named_modules():
+            module.register_forward_hook(self._hook(name or type(model).__name__))
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and name not in self.outputs:
+                self.outputs[name] = output.detach()
+                if output.requires_grad:
+                    output.register_hook(lambda gradient: self.gradients.setdefault(name, gradient.detach()))
+
+        return record
+
+
+def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple[str, str]:
+    """Names of the first modules whose output, and (going backward) the gradient at whose output, differ on any rank."""
+    serial, ranks = Trace(), Trace()
+    labels = setting.batch["labels"]
+    model = copy.deepcopy(plain)
+    serial.watch(model)
+    (setting.loss_sum(model(**setting.inputs), labels) / (labels != -100).sum().clamp(min=1)).backward()
+    model = parallelize(copy.deepcopy(plain), setting.mesh, gather=setting.gather)
+    ranks.watch(model)
+    context = context_of(model)
+    batch = shard(setting.of_group(context.data), setting.mesh, shift_labels=0)
+    labels = batch.pop("labels")
+    count = count_tokens(model, labels).clamp(min=1)
+    (setting.loss_sum(model(**batch), labels) / count).backward()
+    forward = _first(serial.outputs, ranks.outputs, setting, context, bound, is_gradient=False)
+    backward = _first(serial.gradients, ranks.gradients, setting, context, bound, is_gradient=True)
+    return forward, backward
+
+
+def _first(
+    serial: dict[str, Tensor],
+    ranks: dict[str, Tensor],
+    setting: Setting,
+    context: SequenceContext,
+    bound: float,
+    *,
+    is_gradient: bool,
+) -> str:
+    names = list(serial)
+    largest = max((part.abs().max().item() for part in serial.values()), default=0.0)
+    own = len(names)
+    for index, name in enumerate(names):
+        pair = _matched(serial[name], ranks.get(name), setting, context, is_gradient)
+        if pair and not relative_error(*pair, floor=SMALL * largest if is_gradient else 0.0) <= bound:
+            own = index
+            break
+    found = context.gather_from_ranks(torch.tensor([own], device=serial[names[0]].device) if names else torch.zeros(1))
+    first = int(found.min())
+    return names[first] if first < len(names) else ""
+
+
+def _matched(
+    serial: Tensor, local: Tensor | None, setting: Setting, context: SequenceContext, is_gradient: bool
+) -> tuple[Tensor, Tensor] | None:
+    """This rank's values and what the serial run has in their place; None where the two cannot be laid together."""
+    layout, rank, rows = context.layout, context.sequence.rank, setting.rows_of_group(context.data)
+    if local is None or local.dim() != serial.dim():
+        return None
+    if serial.dim() > 2 and serial.size(0) == len(setting.batch["labels"]):
+        serial = serial[rows]
+    dim = next((dim for dim in range(serial.dim()) if serial.size(dim) == layout.length), None)
+    if dim is None:
+        return None
+    if context.sequence.size > 1 and local.size(dim) == layout.padded_length:
+        # gathered: whole on every rank, and its gradient there only that rank's part
+        return None if is_gradient else (local.narrow(dim, 0, layout.length), serial)
+    if local.size(dim) != layout.segment_length:
+        return None
+    own = layout.num_tokens(rank)
+    expected = layout.shard(serial, rank, dim=dim, fill=0)
+    return local.narrow(dim, 0, own), expected.narrow(dim, 0, own)
