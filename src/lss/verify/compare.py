@@ -80,24 +80,23 @@ class Report:
 
     def render(self, limit: int = 12) -> RenderableType:
         """A table of the worst checks, and the verdict."""
-        table = Table("check", "of", "relative error", "bound", "verdict", title=self.title, title_justify="left")
-        failed = sum(not check.passed for check in self.checks)
-        for check in self.checks[: max(limit, min(failed, 2 * limit))]:
-            verdict = Text("equal", "green") if check.passed else Text("DIFFERENT", "bold red")
-            table.add_row(check.kind, check.name, f"{check.error:.1e}", f"{check.bound:.1e}", verdict)
-        hidden = len(self.checks) - table.row_count
+        table = Table("check", "of", "error", "bound", "verdict", title=self.title, title_justify="left")
+        for check in self.checks[:limit]:
+            answer = Text("equal", "green") if check.passed else Text("DIFFERENT", "bold red")
+            table.add_row(check.kind, check.name, f"{check.error:.1e}", f"{check.bound:.1e}", answer)
         lines: list[RenderableType] = [table]
+        hidden = len(self.checks) - table.row_count
         if hidden:
-            lines.append(Text(f"... and {hidden} more, each nearer to the serial run than these"))
-        lines.extend(
-            Text(f"{check.kind} {check.name}: {check.note}") for check in self.checks if not check.passed and check.note
-        )
+            lines.append(Text(f"... and {hidden} more, none of them worse"))
+        bad = [check for check in self.checks if not check.passed]
+        lines.extend(Text(f"{check.kind} {check.name}: {check.note}") for check in bad if check.note)
         if self.first_forward:
             lines.append(Text(f"first module whose output differs: {self.first_forward}", "red"))
         if self.first_backward:
             lines.append(Text(f"first module, going backward, whose gradient differs: {self.first_backward}", "red"))
-        verdict = "EQUAL to the serial run" if self.passed else f"NOT EQUAL to the serial run: {failed} checks failed"
-        lines.append(Text(f"{verdict} ({len(self.checks)} checks)", "bold green" if self.passed else "bold red"))
+        counts = f"{len(self.checks) - len(bad)} of {len(self.checks)} checks hold"
+        verdict = "NOT EQUAL" if bad else "EQUAL"
+        lines.append(Text(f"{verdict} to the serial run: {counts}", "bold red" if bad else "bold green"))
         return Group(*lines)
 
 

@@ -188,8 +188,8 @@ def _compare_dropout(plain: nn.Module, setting: Setting) -> list[Check]:
     ranks, _ = _run_over_ranks(copy.deepcopy(plain), setting, setting.mesh, 1, math.inf)
     bound = _bound(plain, setting)
     return [
-        *_compare_losses(ranks, alone, bound, "loss with dropout"),
-        *_compare_gradients(ranks, alone, bound, "gradient with dropout"),
+        *_compare_losses(ranks, alone, bound, "loss, dropout"),
+        *_compare_gradients(ranks, alone, bound, "gradient, dropout"),
     ]
 
 
@@ -222,7 +222,7 @@ def _sane(name: str, good: bool, note: str) -> Check:
 
 
 def _bound(model: nn.Module, setting: Setting) -> float:
-    """Sums are over tokens (weights' gradients, softmax) or features (products), one after another through the model."""
+    """Sums are over tokens (weights' gradients, softmax) or features (products), module after module."""
     tokens = setting.batch["labels"].numel()
     features = max((max(weight.shape, default=1) for weight in model.parameters()), default=1)
     depth = sum(1 for module in model.modules() if next(module.parameters(recurse=False), None) is not None)

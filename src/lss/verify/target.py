@@ -82,7 +82,7 @@ def _checked(name: str, returned: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     if not good or not isinstance(returned[1], dict):
         raise ConfigError(
             f"target {name!r} returned a {type(returned).__name__}",
-            allowed="(model, batch): a plain nn.Module and a dict of tensors [B, L, ...] with `labels`, shifted already",
+            allowed="(model, batch): a plain nn.Module, and tensors [B, L, ...] by name with `labels`, shifted already",
         )
     model, batch = returned
     return model, batch

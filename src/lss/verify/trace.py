@@ -41,7 +41,7 @@ class Trace:
 
 
 def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple[str, str]:
-    """Names of the first modules whose output, and (going backward) the gradient at whose output, differ on any rank."""
+    """Names of the first module whose output, and (going backward) of the first whose gradient, differs on any rank."""
     serial, ranks = Trace(), Trace()
     labels = setting.batch["labels"]
     model = copy.deepcopy(plain)
