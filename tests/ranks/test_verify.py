@@ -1,0 +1,183 @@
+"""`verify` passes what is right and catches every seeded fault."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import lss
+from lss.errors import LayoutError
+from lss.models import GPT, GPTConfig
+from lss.verify import Report
+from tests.commands import LSS, run
+from tests.seeded_faults import FAULTS, nothing
+
+LENGTH = 12
+# faults that only show with other degrees, positions or gathers than (sequence 2, data 2, learned, x)
+SETTINGS = {
+    "positional_table_left_out_of_the_data_axis": {"sequence": 1, "data": 2},
+    "gradients_swapped_in_a_bucket": {"sequence": 2, "data": 1},
+    "keys_and_values_swapped": {"gather": "kv"},
+    "key_heads_in_the_wrong_order": {"gather": "kv"},
+    "positions_start_anew_in_every_segment": {"positions": "rotary", "gather": "kv"},
+    "key_positions_start_anew": {"positions": "rotary"},
+}
+
+
+def verified(name: str, sequence: int = 2, data: int = 2, positions: str = "learned", gather: str = "x") -> Report:
+    mesh = lss.init_mesh(sequence, data, device="cpu")
+    model, batch = target(positions)
+    with FAULTS.get(name, nothing)():
+        return lss.verify(model, batch, mesh, gather=gather)
+
+
+def target(positions: str = "learned") -> tuple[nn.Module, dict]:
+    torch.manual_seed(0)
+    rates = {"dropout": 0.1, "attention_dropout": 0.1}
+    model = GPT(GPTConfig(24, 2, 4, 2, 17, LENGTH, positions, tie_weights=True, **rates))
+    text = torch.randint(17, (2, LENGTH + 1))
+    labels = text[:, 1:].clone()
+    labels[0, :5] = -100
+    return model, {"tokens": text[:, :-1].contiguous(), "labels": labels}
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+@pytest.mark.parametrize("gather", ["x", "kv", "separate"])
+def test_what_is_right_passes(ranks, positions, gather):
+    for report in ranks.run(verified, 4, "nothing", 2, 2, positions, gather):
+        assert report.passed, report.to_dict()
+        kinds = {check.kind for check in report.checks}
+        assert kinds == {
+            "loss",
+            "output",
+            "gradient",
+            "norm",
+            "parameter",
+            "sanity",
+            "loss, dropout",
+            "gradient, dropout",
+        }
+
+
+def test_there_are_enough_faults():
+    assert len(FAULTS) >= 25
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_seeded_fault_is_caught(ranks, name):
+    setting = {"sequence": 2, "data": 2, "positions": "learned", "gather": "x"} | SETTINGS.get(name, {})
+    reports = ranks.run(verified, setting["sequence"] * setting["data"], name, *setting.values())
+    assert not any(report.passed for report in reports)
+    assert len({json.dumps(report.to_dict()) for report in reports}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("border_key_not_seen", "blocks.0.attention.output", "norm"),
+        ("positional_rows_off_by_one", "positions", "norm"),
+        ("labels_not_shifted", "", "head"),
+        ("reduce_scatter_left_out", "", "blocks.1.attention_norm"),
+    ],
+)
+def test_the_first_module_is_named(ranks, name, forward, backward):
+    for report in ranks.run(verified, 4, name):
+        assert report.first_forward == forward
+        assert report.first_backward == backward
+
+
+def useless(kind: str) -> Report:
+    mesh = lss.init_mesh(2, device="cpu")
+    model, batch = target()
+    with torch.no_grad():
+        if kind == "zero head":
+            model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
+        if kind == "ignored":
+            batch["labels"].fill_(-100)
+    return lss.verify(model, batch, mesh)
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"), [("zero head", "the loss can move"), ("ignored", "some gradient is not zero")]
+)
+def test_comparisons_that_prove_nothing_fail(ranks, kind, check):
+    for report in ranks.run(useless, 2, kind):
+        assert not report.passed
+        assert check in [found.name for found in report.checks if not found.passed]
+
+
+def misuse() -> list[str]:
+    mesh = lss.init_mesh(1, 2, device="cpu")
+    model, batch = target()
+    found = []
+    for wrong in ({"tokens": batch["tokens"]}, {name: part[:1] for name, part in batch.items()}):
+        with pytest.raises(LayoutError) as raised:
+            lss.verify(model, wrong, mesh)
+        found.append(str(raised.value))
+    return found
+
+
+def test_misuse_is_refused(ranks):
+    for messages in ranks.run(misuse, 2):
+        assert "`labels`" in messages[0]
+        assert "1 sequences over 2 data groups" in messages[1]
+
+
+def test_the_command(tmp_path):
+    report = tmp_path / "report.json"
+    done = run(*LSS, "verify", "gpt-tiny", "--length", "21", "--json", report)
+    assert done.returncode == 0, done.stderr
+    assert "EQUAL to the serial run" in done.stdout
+    written = json.loads(report.read_text())
+    assert written["passed"]
+    excesses = [check["error"] / check["bound"] if check["bound"] else 0.0 for check in written["checks"]]
+    assert excesses == sorted(excesses, reverse=True)
+    assert excesses[0] > 0
+
+
+USER_MODULE = """
+import torch
+from torch import nn
+from lss.models import GPT, GPTConfig
+
+class Wrong(GPT):
+    '''Mixes tokens outside attention, which no segment can know.'''
+
+    def forward(self, tokens):
+        return super().forward(tokens) + super().forward(tokens).cumsum(1)
+
+def make(kind):
+    torch.manual_seed(0)
+    text = torch.randint(17, (1, 10))
+    return kind(GPTConfig(16, 1, 2, vocabulary=17, max_length=9)), {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+def right():
+    return make(GPT)
+
+def wrong():
+    return make(Wrong)
+
+def nonsense():
+    return 3
+"""
+
+
+def test_the_command_on_a_users_function(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(USER_MODULE)
+    monkeypatch.chdir(tmp_path)
+    assert run(*LSS, "verify", "mine:right").returncode == 0
+    done = run(*LSS, "verify", "mine:wrong", "--sequence", "3", "--json", "r.json")
+    assert done.returncode == 4
+    assert "NOT EQUAL" in done.stdout
+    assert not json.loads((tmp_path / "r.json").read_text())["passed"]
+    for target_name, part in {
+        "mine:nonsense": "returned a int",
+        "mine:missing": "cannot be imported",
+        "nowhere:f": "cannot be imported",
+        "gpt-huge": "gpt-20m",
+    }.items():
+        done = run(*LSS, "verify", target_name)
+        assert done.returncode == 2
+        assert part in done.stderr
+        assert done.stderr.count("lss:") == 1
