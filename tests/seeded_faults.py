@@ -13,7 +13,7 @@ from lss.context import SequenceContext, context_of
 from lss.dropout import Site
 from lss.layout import Layout
 from lss.positions import ShardedPositions
-from lss.verify import run
+from lss.verify import run, trace
 
 FAULTS: dict[str, Callable] = {}
 
@@ -108,7 +108,7 @@ def labels_not_shifted() -> Iterator[None]:
 
         return shard
 
-    with replaced(run, "shard", wrap):
+    with replaced(run, "shard", wrap), replaced(trace, "shard", wrap):
         yield
 
 

@@ -88,8 +88,10 @@ def _matched(
     layout, rank, rows = context.layout, context.sequence.rank, setting.rows_of_group(context.data)
     if local is None or local.dim() != serial.dim():
         return None
-    if serial.dim() > 2 and serial.size(0) == len(setting.batch["labels"]):
-        serial = serial[rows]
+    of_batch = serial.dim() > 2 and serial.size(0) == len(setting.batch["labels"])
+    if is_gradient and not of_batch and context.data.size > 1:
+        return None  # shared by all sequences, of which a data group has only its own
+    serial = serial[rows] if of_batch else serial
     dim = next((dim for dim in range(serial.dim()) if serial.size(dim) == layout.length), None)
     if dim is None:
         return None
