@@ -182,6 +182,33 @@ def gather(segment: Tensor, axis: Axis, layer: str) -> Tensor:
     return whole
 
 
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks forward; its dual, the sum of the gradients over the ranks, backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, layer: str) -> Tensor:
+        ctx.axis, ctx.layer = axis, layer
+        return axis.all_reduce_(tensor.clone(), layer=layer, phase="forward")
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.all_reduce_(gradients[0].clone(), layer=ctx.layer, phase="backward"), None, None
+
+
+def sum_over(tensor: Tensor, axis: Axis, layer: str) -> Tensor:
+    """Sum over the ranks of an axis, in the graph; the dual in backward is the sum of the gradients.
+
+    Args:
+        tensor: Of the same shape on every rank.
+        axis: The axis to sum over.
+        layer: The name under which the ledger counts it.
+    """
+    if axis.size == 1:
+        return tensor
+    total: Tensor = _Sum.apply(tensor, axis, layer)  # type: ignore[no-untyped-call]
+    return total
+
+
 def agree(action: Callable[[], T]) -> T:
     """Run `action` on every rank of the world; if it fails on any, raise the first failure on all of them.
 
