@@ -33,7 +33,7 @@ def losses_of(folder: Path, sequence: int, data: int, batch: int, extra: list[st
     degrees = ["--parallel.sequence", str(sequence), "--parallel.data", str(data), "--train.batch", str(batch)]
     command = [sys.executable, "-m", "lss", "train", *COMMON, *degrees, "--run.folder", str(folder), *extra]
     print("lss", *command[3:], flush=True)
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 

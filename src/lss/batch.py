@@ -32,6 +32,7 @@ class Segment:
             one document.
         position_ids: Position of every token of the whole sequences, int64 [B, L]; None where they are 0 to L - 1.
         num_positions: The largest position and one.
+        checksum: Of the whole batch, which must be the same on every rank of a sequence group; float64 scalar.
     """
 
     layout: Layout
@@ -40,6 +41,7 @@ class Segment:
     documents: Documents | None = None
     position_ids: Tensor | None = None
     num_positions: int = 0
+    checksum: Tensor | None = None
 
 
 def shard(
@@ -95,6 +97,7 @@ def shard(
         None if found == spans.whole(num_sequences, length) else found,
         positions,
         length if positions is None else int(positions.max()) + 1,
+        _checksum(batch),
     )
     return cut
 
@@ -112,6 +115,15 @@ def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh | None, *, data_
     gathered = _axis(mesh, SEQUENCE).all_gather(by_slot, layer="outputs", phase="step")
     whole = segment.layout.unshard(gathered, dim=0).transpose(0, 1)  # [N * S, B, ...] -> [B, L, ...]
     return _axis(mesh, DATA).all_gather(whole, layer="outputs", phase="step") if data_groups else whole.contiguous()
+
+
+def _checksum(batch: Mapping[str, Tensor]) -> Tensor:
+    """A sum in which every place counts differently, so that other sequences, or another order, give another."""
+    sums = []
+    for tensor in batch.values():
+        flat = tensor.detach().reshape(-1).double()
+        sums.append((flat * torch.arange(1, flat.numel() + 1, device=flat.device).remainder(9973)).sum())
+    return torch.stack(sums).sum()
 
 
 def _axis(mesh: DeviceMesh | None, name: str) -> Axis:

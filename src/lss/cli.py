@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LssError as error:
         return _report(error)
     except KeyboardInterrupt:
+        print("lss: interrupted before the end: no weights were saved", file=sys.stderr)
         return 130
 
 
@@ -77,15 +78,20 @@ def _read_eval(arguments: Sequence[str]) -> Job:
     made = parser("eval RUN")
     made.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help="part of the data")
     made.add_argument("--sequences", type=int, default=0, help="sequences, evenly spaced; 0 takes the whole split")
-    run, flags = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if run in ("--help", "-h"):
+    if {"--help", "-h"} & set(arguments):
         made.parse_args(["--help"])
-    folder = RunFolder(Path(run))
-    config, parsed = parse(made, [str(folder.config_file()), *flags])
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("no run was given", allowed="lss eval RUN, the folder of a run, and then flags")
+    folder = RunFolder(Path(arguments[0]))
+    config, parsed = parse(made, [str(folder.config_file()), *arguments[1:]], _EVAL_KEYS)
     if parsed.sequences < 0:
         raise ConfigError(f"sequences = {parsed.sequences}", allowed="0 or more")
     job = partial(evaluate_run, folder=folder, config=config, part=parsed.split, limit=parsed.sequences)
     return Job(job, config)
+
+
+# What an evaluation can take from flags; the model, its weights and their precision are the run's.
+_EVAL_KEYS = ("data.", "parallel.", "attention.", "train.batch")
 
 
 def _read_verify(arguments: Sequence[str]) -> Job:
@@ -174,7 +180,7 @@ def _data(arguments: Sequence[str]) -> int:
     made.add_argument("--cache_folder", default="", help="where to keep it; see data.cache_folder")
     given = made.parse_args(list(arguments))
     cache = Path(given.cache_folder) if given.cache_folder else default_cache_folder()
-    with Progress() as progress:
+    with Progress(transient=True) as progress:
         task = progress.add_task("enwik8", total=None)
         path = enwik8.install(
             cache,

@@ -154,12 +154,25 @@ class Config:
         given = {name: value for name, value in asdict(self.model).items() if name != "preset" and value is not None}
         return replace(PRESETS[self.model.preset], max_length=self.data.length, dropout=self.train.dropout, **given)
 
+    def resolved(self) -> Config:
+        """The same with every key of the model given."""
+        shape = self.gpt()
+        return replace(
+            self,
+            model=ModelConfig(
+                self.model.preset,
+                shape.positions,
+                shape.tie_weights,
+                shape.width,
+                shape.layers,
+                shape.heads,
+                shape.num_key_value_heads,
+            ),
+        )
+
     def to_toml(self) -> str:
-        """The resolved configuration, as `lss train` reads it; keys without a value are left out."""
-        sections = {
-            section: {name: value for name, value in values.items() if value is not None}
-            for section, values in asdict(self).items()
-        }
+        """The resolved configuration, as `lss train` reads it, for another run: without the folder of this one."""
+        sections = asdict(replace(self.resolved(), run=replace(self.run, folder="")))
         return tomli_w.dumps(sections)
 
 
@@ -171,11 +184,19 @@ def parser(command: str) -> ArgumentParser:
     made = ArgumentParser(prog=f"lss {command}", parser_mode="toml", exit_on_error=False, allow_abbrev=False)
     made.add_argument("--config", action="config", help="TOML file; may be given as the first argument too")
     made.add_class_arguments(Config, as_group=False)
+    for action in made._actions:
+        if action.dest in Config.__dataclass_fields__:
+            action.help = argparse.SUPPRESS  # a file for a section alone: one more way to say what --config says
     return made
 
 
-def parse(made: ArgumentParser, arguments: Sequence[str]) -> tuple[Config, Namespace]:
+def parse(made: ArgumentParser, arguments: Sequence[str], honoured: Sequence[str] = ()) -> tuple[Config, Namespace]:
     """Read flags and TOML files into a checked Config; flags that are no part of it come apart.
+
+    Args:
+        made: From `parser`, perhaps with further flags.
+        arguments: The command line.
+        honoured: Beginnings of the keys that may be given as flags; all by default.
 
     Raises:
         ConfigError: A key is unknown, a value is of the wrong type or out of range, or a file cannot be read.
@@ -185,7 +206,11 @@ def parse(made: ArgumentParser, arguments: Sequence[str]) -> tuple[Config, Names
     keys = [option for option in options if option not in Config.__dataclass_fields__]
     for file in files:
         check_keys(_flatten(_read_toml(Path(file))), keys, f" in {file}")
-    check_keys((flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")), keys, "")
+    given = [flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")]
+    check_keys(given, keys, "")
+    for key in given:
+        if honoured and "." in key and not key.startswith(tuple(honoured)):
+            raise ConfigError(f"key {key!r} has no effect here", allowed=", ".join(f"{part}..." for part in honoured))
     try:
         parsed = made.parse_args([*(part for file in files for part in ("--config", file)), *flags])
     except argparse.ArgumentError as error:

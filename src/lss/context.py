@@ -45,7 +45,19 @@ class SequenceContext:
                 remedy="give lss.shard and lss.parallelize the same mesh",
             )
         self.step = self.step + 1 if segment.step is None else segment.step
+        if self.num_calls == 0 and segment.checksum is not None:
+            self._require_one_batch(segment.checksum)
         self.num_calls += 1
+
+    def _require_one_batch(self, checksum: Tensor) -> None:
+        """Raise LayoutError unless all ranks of the sequence group cut the same batch; looked at once, at first."""
+        found = self.sequence.all_gather(checksum.reshape(1), layer="batch", phase="setup")
+        if (found != found[0]).any():
+            raise LayoutError(
+                "ranks of one sequence group were given different batches",
+                allowed="the same whole sequences on every rank of a sequence group; other ones in other data groups",
+                remedy="seed the data by mesh.get_local_rank('data'), not by rank",
+            )
 
     @property
     def layout(self) -> Layout:

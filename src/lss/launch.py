@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 
+from lss.errors import MeshError
 from lss.mesh import World
 
 # After one rank has ended badly, the others may still say why themselves; then they are stopped.
@@ -34,14 +35,19 @@ def launch(entry: Callable[..., int], num_ranks: int, *args: Any) -> int:
         num_ranks: Processes to start; one runs in this process.
         args: Further arguments, which can be pickled.
     """
+    most = max(16, 4 * (os.cpu_count() or 1))
+    if num_ranks > most:
+        raise MeshError(
+            f"{num_ranks} ranks on a machine of {os.cpu_count()} cores",
+            allowed=f"at most {most} where lss starts them itself",
+            remedy="start them over several machines with torchrun, srun or mpirun",
+        )
     if num_ranks == 1:
         return entry(World("none", 0, 1, 0, 1, ""), *args)
     with tempfile.TemporaryDirectory(prefix="lss-") as folder:
         ranks = _start(entry, num_ranks, f"file://{Path(folder) / 'store'}", args)
         try:
             return _watch(ranks)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
         finally:
             _stop(ranks)
 

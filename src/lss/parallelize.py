@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from inspect import signature
 from itertools import count
 from typing import Any, TypeVar, cast
 
@@ -80,10 +81,10 @@ def parallelize(model: Model, mesh: DeviceMesh | None, *, gather: Gather = "x", 
     sites = count()
     _key_dropout(model, context, sites)
     for name, layer in layers.items():
-        attention = cast(AttentionLayer, layer)
-        rate = attention.attention_dropout
+        rate = getattr(layer, "attention_dropout", 0.0)
         site = Site(rate, next(sites), context) if rate else None
-        layer.forward = DistributedAttention(attention, context, gather, name, site)
+        attention = cast(AttentionLayer, layer)
+        layer.forward = DistributedAttention(attention, context, gather, name, signature(layer.forward), site)
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
     attach(model, context)
     return model
@@ -130,6 +131,13 @@ def _check(model: nn.Module, layers: dict[str, nn.Module], gather: str) -> None:
             allowed="modules with the methods " + ", ".join(_PROJECTIONS),
             remedy="give its attention modules the interface of lss.AttentionLayer",
         )
+    for name, layer in layers.items():
+        if not isinstance(getattr(layer, "is_causal", None), bool):
+            raise ModelError(
+                f"{name} does not say whether it is causal",
+                allowed="an attribute is_causal, True or False",
+                remedy="see lss.AttentionLayer",
+            )
     for name, module in model.named_modules():
         if isinstance(module, _REFUSED):
             raise ModelError(

@@ -85,6 +85,7 @@ def test_weights_are_those_of_the_plain_model(serial, text, tmp_path):
     folder, lines = serial
     config = tomllib.loads((folder / "config.toml").read_text())
     assert config["train"]["steps"] == 4
+    assert config["model"]["width"] == PRESETS["gpt-tiny"].width
     over_ranks = train(
         tmp_path / "run",
         *("--data.source", text, "--train.dropout", "0.2", "--train.precision", "fp64", "--parallel.sequence", "3"),
@@ -115,7 +116,7 @@ def test_eval_is_the_loss_of_the_plain_model(serial, text, flags, length):
             window = tokens[start : start + length + 1]
             total += F.cross_entropy(model(window[None, :-1])[0], window[1:], reduction="sum")
     expected = total / (len(tokens) - 1) / torch.log(torch.tensor(2.0))
-    assert f"test: {expected:.4f} bits per byte" in done.stdout
+    assert f"test: {expected:.4f} bits/byte" in done.stdout
     assert f"over {len(tokens) - 1:,} bytes" in done.stdout
 
 
@@ -130,7 +131,7 @@ def test_tied_weights_and_rotary_positions_are_saved_and_evaluated(text, tmp_pat
     lines = train(tmp_path / "run", "--data.source", text, "--parallel.sequence", "2", *flags)
     done = run(*LSS, "eval", tmp_path / "run", "--split", "validation", "--data.length", "40", "--sequences", "3")
     assert done.returncode == 0, done.stderr
-    assert f"validation: {lines[-1]['eval_bits_per_byte']:.4f} bits per byte" in done.stdout
+    assert f"validation: {lines[-1]['eval_bits_per_byte']:.4f} bits/byte" in done.stdout
     assert run(*LSS, "eval", tmp_path / "run", "--data.length", "64").returncode == 0
 
 
@@ -144,6 +145,14 @@ def test_bf16_and_tensorboard(text, tmp_path):
 def test_length_one(text, tmp_path):
     lines = train(tmp_path / "run", "--data.source", text, "--data.length", "1", "--parallel.sequence", "2")
     assert lines[-1]["eval_loss"] > 0
+
+
+def test_a_run_can_be_repeated_from_its_own_configuration(serial, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(*LSS, "train", serial[0] / "config.toml")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    same_run(metrics(folder), serial[1])
 
 
 def test_help_and_version():

@@ -63,10 +63,13 @@ def test_bad_input_over_two_ranks(tmp_path, text, flags, parts):
 def test_unknown_command_and_missing_run(tmp_path):
     assert_refused(run(*LSS, "trian"), "trian", "train")
     assert_refused(run(*LSS, "eval", tmp_path), "holds no config.toml")
+    assert_refused(run(*LSS, "eval"), "no run was given")
+    assert_refused(run(*LSS, "train", "--parallel.sequence", "600"), "600 ranks on a machine")
 
 
 def test_damaged_weights(tmp_path, text):
     train(tmp_path / "run", "--data.source", text)
+    assert_refused(run(*LSS, "eval", tmp_path / "run", "--model.width", "64"), "'model.width' has no effect here")
     weights = tmp_path / "run" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     assert_refused(run(*LSS, "eval", tmp_path / "run", "--parallel.sequence", "2"), "do not fit")

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 import lss
 from lss.collectives import agree, agree_equal, from_first_rank
 from lss.errors import DataError, LayoutError, MeshError, ModelError
+from lss.models import GPTConfig
+from lss.models.gpt import Attention
 from tests.models import assert_same, tiny_gpt, tokens_and_labels
 from tests.ranks.test_parity import whole_gradients
 
@@ -129,6 +131,53 @@ def shared_dropout(mesh) -> nn.Module:
     return lss.parallelize(model, mesh)
 
 
+class MaskedAttention(Attention):
+    """Takes a mask, as many models' attention does."""
+
+    def forward(self, x, positions, mask=None):
+        return super().forward(x, positions)
+
+
+class Masked(nn.Module):
+    """Hands its attention a mask that no segment can honour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(17, 24)
+        self.attention = MaskedAttention(GPTConfig(24, 1, 4))
+
+    def forward(self, tokens):
+        return self.attention(self.tokens(tokens), None, mask=torch.ones(4, 4))
+
+
+def without(attribute: str) -> nn.Module:
+    model = tiny_gpt(4)
+    delattr(model.blocks[0].attention, attribute)
+    return model
+
+
+def narrow_values(mesh) -> nn.Module:
+    model = tiny_gpt(4)
+    attention = model.blocks[0].attention
+    original = attention.project_key_value
+    attention.project_key_value = lambda x, positions: (original(x, positions)[0], original(x, positions)[1][..., :3])
+    return lss.parallelize(model, mesh)
+
+
+def two_batches() -> str:
+    mesh = lss.init_mesh(2, device="cpu")
+    model = lss.parallelize(tiny_gpt(TABLE), mesh)
+    torch.manual_seed(torch.distributed.get_rank())
+    batch = lss.shard({"tokens": torch.randint(17, (2, TABLE))}, mesh)
+    with pytest.raises(LayoutError) as raised:
+        model(batch["tokens"], segment=batch["segment"])
+    return str(raised.value)
+
+
+def test_ranks_of_a_group_must_cut_the_same_batch(ranks):
+    assert all("given different batches" in message for message in ranks.run(two_batches, 2))
+
+
 def refusals() -> list[str]:
     mesh = lss.init_mesh(1, device="cpu")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -146,6 +195,9 @@ def refusals() -> list[str]:
         ),
         lambda: lss.parallelize(tiny_gpt(4, positions="rotary"), mesh)(tokens[:, 1:], segment=segment),
         lambda: shared_dropout(mesh)(tokens, segment=segment),
+        lambda: lss.parallelize(Masked(), mesh)(tokens, segment=segment),
+        lambda: lss.parallelize(without("is_causal"), mesh),
+        lambda: narrow_values(mesh)(tokens, segment=segment),
         lambda: lss.average_gradients(tiny_gpt(4)),
         lambda: lss.shard({}, mesh),
         lambda: lss.shard({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, mesh),
@@ -173,6 +225,9 @@ def test_misuse_is_refused_by_name(ranks):
         "positions up to 8, and positions has 4 rows",
         "blocks.0.attention was given 3 tokens of a segment that has 4 slots",
         "dropout site 0 is used twice",
+        "attention was called with mask=...",
+        "blocks.0.attention does not say whether it is causal",
+        "blocks.0.attention has heads of widths [6, 6, 3]",
         "was not parallelized",
         "an empty batch",
         "a batch of shapes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import Signature
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -15,7 +16,7 @@ from lss.attention.plan import plan
 from lss.collectives import gather
 from lss.context import SequenceContext, autocast_dtype
 from lss.dropout import Site
-from lss.errors import LayoutError
+from lss.errors import LayoutError, ModelError
 
 Gather = Literal["x", "kv", "separate"]
 GATHERS: tuple[str, ...] = get_args(Gather)
@@ -24,16 +25,17 @@ GATHERS: tuple[str, ...] = get_args(Gather)
 class AttentionLayer(Protocol):
     """What an attention layer must offer to be run over segments.
 
+    Its own forward is replaced: query, key and value are projected, keys and values collected, attention computed,
+    and the output projected, by the three methods alone. So a forward that does more than these has no place in it.
+    The layer may also have `attention_dropout` (rate on the attention weights) and `scale` (factor of the scores,
+    1 / sqrt(D) otherwise).
+
     Attributes:
         is_causal: Whether a token sees no later token.
-        attention_dropout: Rate of dropout on the attention weights.
-        scale: Factor of the scores, or None for 1 / sqrt(D).
         training: Whether dropout is on; every nn.Module has it.
     """
 
     is_causal: bool
-    attention_dropout: float
-    scale: float | None
     training: bool
 
     def project_query(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -55,6 +57,7 @@ class DistributedAttention:
         context: The context of the parallelized model.
         gather: What to gather.
         name: Qualified name of the layer, for the ledger.
+        signature: Of the layer's own forward.
         dropout: Place of the dropout of attention weights; None for none.
     """
 
@@ -62,10 +65,12 @@ class DistributedAttention:
     context: SequenceContext
     gather: Gather
     name: str
+    signature: Signature
     dropout: Site | None = None
 
-    def __call__(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The layer's forward: [B, S, E] to [B, S, E]; further arguments say what the context knows better."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's forward: [B, S, E] to [B, S, E]; `positions` may be given too, and are known from the segment."""
+        x = self._only_argument(args, kwargs)
         layout = self.context.layout
         if x.size(1) != layout.segment_length:
             raise LayoutError(
@@ -74,7 +79,28 @@ class DistributedAttention:
             )
         query = self.layer.project_query(x, self.context.positions(x.device))
         key, value = _COLLECT[self.gather](self, x)
+        self.check_widths(query, key, value)
         return self.layer.project_output(attend(query, key, value, self._work(query)))
+
+    def _only_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The first argument of the layer's own forward; a mask or anything else that is given is refused."""
+        (_, x), *others = self.signature.bind(*args, **kwargs).arguments.items()
+        for argument, value in others:
+            if argument != "positions" and value is not None:
+                raise ModelError(
+                    f"{self.name} was called with {argument}=..., which cannot be honoured over segments",
+                    allowed="the input and `positions`",
+                    remedy="say padding and documents to lss.shard; causality is the layer's is_causal",
+                )
+        return x  # type: ignore[no-any-return]
+
+    def check_widths(self, *heads: Tensor) -> None:
+        """Raise ModelError unless queries, keys and values are equally wide."""
+        if len({part.size(-1) for part in heads}) > 1:
+            raise ModelError(
+                f"{self.name} has heads of widths {[part.size(-1) for part in heads]}",
+                allowed="queries, keys and values of one width",
+            )
 
     def _work(self, query: Tensor) -> Work:
         layout, rank = self.context.layout, self.context.sequence.rank
@@ -84,7 +110,7 @@ class DistributedAttention:
         dropout = self.dropout if dropping else None
         if dropout:
             dropout.enter()
-        return Work(tiles, kernel, self.layer.scale, layout.start(rank), dropout)
+        return Work(tiles, kernel, getattr(self.layer, "scale", None), layout.start(rank), dropout)
 
     def own_key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of this rank's slots, each [B, K, S, D]."""
@@ -107,6 +133,7 @@ def _collect_kv(attention: DistributedAttention, x: Tensor) -> tuple[Tensor, Ten
     key, value = attention.own_key_value(x)
     if attention.context.sequence.size == 1:
         return key, value
+    attention.check_widths(key, value)
     packed = torch.stack((key, value)).permute(3, 1, 0, 2, 4)  # [2, B, K, S, D] -> [S, B, 2, K, D]
     whole = gather(packed, attention.context.sequence, attention.name)
     keys, values = whole.permute(2, 1, 3, 0, 4).unbind()  # [N * S, B, 2, K, D] -> 2 of [B, K, N * S, D]
@@ -114,7 +141,7 @@ def _collect_kv(attention: DistributedAttention, x: Tensor) -> tuple[Tensor, Ten
 
 
 def _collect_separate(attention: DistributedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two messages: K, then V. Where their widths differ, this is the only form that fits both."""
+    """Two messages: K, then V."""
     key, value = attention.own_key_value(x)
     return _gather_heads(attention, key), _gather_heads(attention, value)
 

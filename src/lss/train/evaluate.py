@@ -92,8 +92,8 @@ def evaluate_run(world: World, folder: RunFolder, config: Config, part: str, lim
     num_batches = -(-len(chosen) // (config.train.batch * config.parallel.data))
     with display(world.rank, num_batches, "batch") as progress:
         result = evaluate(model, mesh, split(data)[part], chosen, config, progress)
-        figures = f"loss {result.loss:.4f} over {result.num_tokens:,} bytes"
-        progress.say(f"{part}: {result.bits_per_byte:.4f} bits per byte ({figures})")
+    if world.rank == 0:
+        print(f"{part}: {result.bits_per_byte:.4f} bits/byte (loss {result.loss:.4f}) over {result.num_tokens:,} bytes")
 
 
 def _check_length(model: GPT, length: int) -> None:

@@ -129,13 +129,15 @@ def train(world: World, config: Config) -> None:
     agree(lambda: folder.create(config) if world.rank == 0 else None)
     metrics = Metrics(folder if world.rank == 0 else None, config.run.tensorboard)
     with display(world.rank, config.train.steps, "step") as progress:
-        progress.say(f"{config.to_toml()}\nrun folder: {folder.path}")
+        progress.say(config.to_toml())
         last = _steps(trainer, parts["validation"], metrics, progress)
         state = full_state_dict(trainer.model)
         if world.rank == 0:
             folder.save(state)
         metrics.close()
-        progress.say(f"eval {last.bits_per_byte:.4f} bits per byte\nrun folder: {folder.path}")
+    if world.rank == 0:
+        print(f"validation: {last.bits_per_byte:.4f} bits/byte over {last.num_tokens:,} bytes")
+        print(f"run folder: {folder.path}")
 
 
 def _steps(trainer: Trainer, validation: Bytes, metrics: Metrics, progress: Display) -> Evaluation:

@@ -84,7 +84,7 @@ class Bar(Silent):
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self.progress = Progress(*columns)
+        self.progress = Progress(*columns, transient=True)
         self.task = self.progress.add_task(what, total=total, text="")
 
     def advance(self, text: str = "", detail: str = "") -> None:
@@ -155,7 +155,7 @@ def step_text(line: dict[str, Any], ledger: Ledger) -> tuple[str, str]:
     count, num_bytes = ledger.total()
     return (
         f"loss {line['loss']:.4f}  {line['bits_per_byte']:.3f} bits/byte  {line['tokens_per_second']:,.0f} tokens/s",
-        f"norm {line['grad_norm']:.3g}  rate {line['learning_rate']:.2e}  {line['step_seconds']:.3g} s  "
+        f"norm {line['grad_norm']:.3f}  rate {line['learning_rate']:.2e}  {line['step_seconds']:.3f} s  "
         f"{count} collectives {num_bytes / 1e6:.1f} MB",
     )
 
