@@ -17,3 +17,10 @@ def ranks() -> Iterator[RankPool]:
     """Four processes that any test may run a function on."""
     with RankPool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def ranks8() -> Iterator[RankPool]:
+    """Eight processes, for the few tests that need them."""
+    with RankPool(8) as pool:
+        yield pool

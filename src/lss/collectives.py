@@ -28,7 +28,8 @@ class Entry:
 
     Args:
         axis: `sequence` or `data`.
-        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `broadcast`.
+        operation: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, or `all_to_all` for an ordered
+            reduce-scatter.
         phase: `forward`, `backward`, `step` (once a batch) or `setup` (once a run).
         layer: Qualified name of the module, or what the message carries: `gradients`, `norm`, `scalars`.
     """
@@ -78,16 +79,27 @@ class Ledger:
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the mesh as this rank sees it. Over one rank every collective is the identity and is not counted."""
+    """One axis of the mesh as this rank sees it. Over one rank every collective is the identity and is not counted.
+
+    Args:
+        name: `sequence` or `data`.
+        size: Ranks.
+        rank: This rank's index.
+        ledger: Where collectives are counted.
+        group: The process group; None for one rank.
+        ordered: Whether sums are taken in the order of the ranks, whatever the backend would do: the parts are sent as
+            they are and added here.
+    """
 
     name: str
     size: int
     rank: int
     ledger: Ledger
     group: dist.ProcessGroup | None = None
+    ordered: bool = False
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None, name: str, ledger: Ledger) -> Axis:
+    def of(cls, mesh: DeviceMesh | None, name: str, ledger: Ledger, *, ordered: bool = False) -> Axis:
         """The axis `name` of a mesh; one that the mesh lacks, or without a mesh, has one rank.
 
         Raises:
@@ -99,7 +111,7 @@ class Axis:
             raise MeshError("a DeviceMesh without axis names", remedy="make it with lss.init_mesh, or name its axes")
         if name not in mesh.mesh_dim_names:
             return cls(name, 1, 0, ledger)
-        return cls(name, mesh[name].size(), mesh.get_local_rank(name), ledger, mesh.get_group(name))
+        return cls(name, mesh[name].size(), mesh.get_local_rank(name), ledger, mesh.get_group(name), ordered)
 
     def all_gather(self, segment: Tensor, *, layer: str, phase: str) -> Tensor:
         """Concatenate the segments of all ranks along dim 0: [S, ...] to [N * S, ...]."""
@@ -117,6 +129,8 @@ class Axis:
         """
         if self.size == 1:
             return whole
+        if self.ordered:
+            return self._ordered_reduce_scatter(whole, layer, phase)
         summand = whole.float() if whole.element_size() < 4 else whole
         segment = summand.new_empty((whole.size(0) // self.size, *whole.shape[1:]))
         with self._counted("reduce_scatter", layer, phase, (self.size - 1) * _num_bytes(segment)):
@@ -125,7 +139,10 @@ class Axis:
 
     def all_reduce_(self, tensor: Tensor, *, layer: str, phase: str) -> Tensor:
         """Sum over the ranks, in place."""
-        if self.size > 1:
+        if self.size > 1 and self.ordered:
+            parts = self.all_gather(tensor.reshape(1, -1), layer=layer, phase=phase)
+            tensor.copy_(_sum_in_order(parts).view_as(tensor))
+        elif self.size > 1:
             num_bytes = 2 * (self.size - 1) * _num_bytes(tensor) // self.size
             with self._counted("all_reduce", layer, phase, num_bytes):
                 dist.all_reduce(tensor, group=self.group)
@@ -137,6 +154,12 @@ class Axis:
             with self._counted("broadcast", layer, phase, _num_bytes(tensor)):
                 dist.broadcast(tensor, group_src=0, group=self.group)
         return tensor
+
+    def _ordered_reduce_scatter(self, whole: Tensor, layer: str, phase: str) -> Tensor:
+        parts = torch.empty_like(whole, memory_format=torch.contiguous_format)
+        with self._counted("all_to_all", layer, phase, (self.size - 1) * _num_bytes(whole) // self.size):
+            dist.all_to_all_single(parts, whole.contiguous(), group=self.group)
+        return _sum_in_order(parts.view(self.size, -1, *whole.shape[1:])).to(whole.dtype)
 
     @contextmanager
     def _counted(self, operation: str, layer: str, phase: str, num_bytes: int) -> Iterator[None]:
@@ -254,6 +277,14 @@ def from_first_rank(value: T) -> T:
 
 def _of_rank(error: LssError, rank: int) -> LssError:
     return type(error)(f"rank {rank}: {error.given}", allowed=error.allowed, remedy=error.remedy)
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """Sum over dim 0, first to last, in float32 where parts are narrower."""
+    total = parts[0].float() if parts.element_size() < 4 else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def _num_bytes(tensor: Tensor) -> int:

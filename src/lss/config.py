@@ -109,6 +109,8 @@ class TrainConfig:
         seed: Of weights, data order and dropout.
         eval_every: Steps between evaluations on the validation split; 0 evaluates at the end only.
         eval_sequences: Sequences of such an evaluation; 0 takes the whole split.
+        deterministic: Whether all sums have a fixed order, so that a run repeats bit by bit on any device.
+        check_replicas: Whether to check after every step that shared parameters are bit-identical on all ranks.
     """
 
     steps: int = 100
@@ -123,6 +125,8 @@ class TrainConfig:
     seed: int = 0
     eval_every: int = 50
     eval_sequences: int = 32
+    deterministic: bool = False
+    check_replicas: bool = False
 
 
 @dataclass(frozen=True)

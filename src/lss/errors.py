@@ -53,6 +53,12 @@ class RunError(LssError):
     """A run folder cannot be used as asked."""
 
 
+class ReplicaError(LssError):
+    """Ranks that share a parameter hold different values of it."""
+
+    exit_code = 4
+
+
 class DifferentError(LssError):
     """A run over ranks differs from the serial one."""
 

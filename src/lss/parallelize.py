@@ -41,7 +41,9 @@ _REFUSED: tuple[type[nn.Module], ...] = (
 _PROJECTIONS = ("project_query", "project_key_value", "project_output")
 
 
-def parallelize(model: Model, mesh: DeviceMesh | None, *, gather: Gather = "x", seed: int = 0) -> Model:
+def parallelize(
+    model: Model, mesh: DeviceMesh | None, *, gather: Gather = "x", seed: int = 0, ordered: bool = False
+) -> Model:
     """Make a plain model work on one segment a rank, with the result of the whole sequence.
 
     In place: attention layers collect keys and values, learned positional tables keep the rows of this rank's segment,
@@ -55,6 +57,8 @@ def parallelize(model: Model, mesh: DeviceMesh | None, *, gather: Gather = "x", 
         gather: What an attention layer gathers: its input (`x`, one message), keys and values packed (`kv`, one
             message), or apart (`separate`, two).
         seed: Keys the dropout, together with the step.
+        ordered: Whether sums over ranks are taken in the order of the ranks, for runs that repeat bit by bit on any
+            backend; more is sent.
 
     Returns:
         The same model. It takes one argument more, `segment`, from `lss.shard`.
@@ -74,7 +78,7 @@ def parallelize(model: Model, mesh: DeviceMesh | None, *, gather: Gather = "x", 
     layers = _attention_layers(model)
     _check(model, layers, gather)
     ledger = Ledger()
-    sequence, data = (Axis.of(mesh, name, ledger) for name in (SEQUENCE, DATA))
+    sequence, data = (Axis.of(mesh, name, ledger, ordered=ordered) for name in (SEQUENCE, DATA))
     context = SequenceContext(sequence, data, seed, ledger)
     _send_weights(model, context)
     _shard_positions(model, context)

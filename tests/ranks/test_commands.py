@@ -155,6 +155,19 @@ def test_a_run_can_be_repeated_from_its_own_configuration(serial, tmp_path, monk
     same_run(metrics(folder), serial[1])
 
 
+@pytest.mark.parametrize("flags", [[], ["--train.deterministic", "true", "--train.check_replicas", "true"]])
+def test_two_runs_of_one_command_are_bit_identical(text, tmp_path, flags):
+    degrees = ["--parallel.sequence", "2", "--parallel.data", "2", "--train.dropout", "0.1"]
+    first, second = (train(tmp_path / name, "--data.source", text, *degrees, *flags) for name in ("a", "b"))
+    measured = {"step_seconds", "tokens_per_second", "peak_bytes"}
+    for line, other in zip(first, second, strict=True):
+        assert {key: line[key] for key in line.keys() - measured} == {
+            key: other[key] for key in other.keys() - measured
+        }
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
+    assert weights[0] == weights[1]
+
+
 def test_help_and_version():
     assert "lss train" in run(*LSS, "--help").stdout
     assert "--data.source" in run(*LSS, "train", "--help").stdout

@@ -99,5 +99,25 @@ def test_grouped_heads_fewer_than_ranks(ranks, gather, key_value_heads):
     compare(ranks, 3, 1, gather, 10, 2, positions="rotary", key_value_heads=key_value_heads)
 
 
+def ordered_run(sequence: int, data: int) -> dict[str, Tensor]:
+    mesh = lss.init_mesh(sequence, data, device="cpu")
+    model = lss.parallelize(tiny_gpt(12), mesh, ordered=True)
+    tokens, labels = tokens_and_labels(2, 12)
+    rows = slice(lss.context_of(model).data.rank, None, data)
+    batch = lss.shard({"tokens": tokens[rows], "labels": labels[rows]}, mesh, shift_labels=0)
+    logits = model(batch["tokens"], segment=batch["segment"])
+    lss.token_mean_cross_entropy(logits, batch["labels"], lss.count_tokens(model, batch["labels"])).backward()
+    lss.average_gradients(model)
+    return whole_gradients(model)
+
+
+@pytest.mark.parametrize(("sequence", "data"), [(3, 1), (2, 2)])
+def test_sums_in_the_order_of_ranks_are_equal_too(ranks, sequence, data):
+    _, expected, _ = serial_run(12, 2, {})
+    for gradients in ranks.run(ordered_run, sequence * data, sequence, data):
+        for name, gradient in expected.items():
+            assert_same(gradients[name], gradient, name)
+
+
 def test_tied_weights_are_averaged_once(ranks):
     compare(ranks, 2, 2, "x", 9, 4, tie_weights=True)

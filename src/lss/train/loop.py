@@ -19,7 +19,8 @@ from lss.collectives import agree, agree_equal, from_first_rank
 from lss.config import Config
 from lss.context import SequenceContext, context_of
 from lss.data import Bytes, Sampler, fingerprint, open_source, split, windows
-from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm
+from lss.errors import ReplicaError
+from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm, replicas_that_differ
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.mesh import World, init_mesh
 from lss.models import GPT
@@ -53,7 +54,8 @@ class Trainer:
         torch.manual_seed(seed)
         plain = GPT(config.gpt())
         plain = (plain.double() if config.train.precision == "fp64" else plain).to(device)
-        model = parallelize(plain, mesh, gather=config.attention.gather, seed=seed)
+        torch.use_deterministic_algorithms(config.train.deterministic)
+        model = parallelize(plain, mesh, gather=config.attention.gather, seed=seed, ordered=config.train.deterministic)
         return cls(config, mesh, model, context_of(model), sampler, *make_optimizer(model, config.train), device)
 
     def step(self, step: int) -> dict[str, Any]:
@@ -67,6 +69,8 @@ class Trainer:
         average_gradients(self.model)
         norm = self._clip()
         self.optimizer.step()
+        if self.config.train.check_replicas:
+            self._check_replicas()
         self.optimizer.zero_grad()
         self.scheduler.step()
         own = torch.stack((loss, loss.new_tensor(peak_bytes(self.device))))
@@ -105,6 +109,17 @@ class Trainer:
         loss = token_mean_cross_entropy(logits, batch["labels"], count)
         loss.backward()
         return loss.detach()
+
+    def _check_replicas(self) -> None:
+        different = replicas_that_differ(self.model)
+        if different:
+            error = ReplicaError(
+                f"parameters differ between ranks that share them: {', '.join(different[:5])}",
+                allowed="the same bits on every rank after every step",
+                remedy="lss verify the model; look for memory or hardware faults if it passes",
+            )
+            error.on_all_ranks = True
+            raise error
 
     def _clip(self) -> Tensor:
         if self.config.train.clip_norm:
