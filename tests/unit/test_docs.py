@@ -35,11 +35,25 @@ def test_some_examples_exist():
     assert len(examples) >= 3
 
 
-def test_the_readme_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+PAGES = [
+    path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if "```python" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_run(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(block, page.name, "exec"), {})
+
+
+def snippet_over_ranks(source: str) -> None:
+    exec(compile(source, "README.md", "exec"), {})
+
+
+def test_the_readme_runs_over_ranks(ranks):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "sequence=1, data=1" in block
+    ranks.run(snippet_over_ranks, 4, block.replace("sequence=1, data=1", "sequence=2, data=2"))
 
 
 def test_public_names_have_docstrings():
