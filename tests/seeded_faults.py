@@ -13,7 +13,7 @@ from lss.context import SequenceContext, context_of
 from lss.dropout import Site
 from lss.layout import Layout
 from lss.positions import ShardedPositions
-from lss.verify import run, trace
+from lss.verification import run, trace
 
 FAULTS: dict[str, Callable] = {}
 

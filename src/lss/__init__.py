@@ -10,7 +10,7 @@ from lss.layout import Layout
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.mesh import init_mesh
 from lss.parallelize import full_gradients, full_state_dict, parallelize
-from lss.verify import verify
+from lss.verification import verify
 
 __version__ = "0.1.0"
 

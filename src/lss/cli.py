@@ -24,8 +24,8 @@ from lss.launch import launch
 from lss.mesh import World, check_degrees, detect_world, init_world
 from lss.train import evaluate_run, train
 from lss.train.folder import RunFolder
-from lss.verify.command import verify_target
-from lss.verify.target import Target
+from lss.verification.command import verify_target
+from lss.verification.target import Target
 
 _USAGE = """\
 usage: lss COMMAND ...

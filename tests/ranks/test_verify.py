@@ -9,7 +9,7 @@ from torch import nn
 import lss
 from lss.errors import LayoutError
 from lss.models import GPT, GPTConfig
-from lss.verify import Report
+from lss.verification import Report
 from tests.commands import LSS, run
 from tests.seeded_faults import FAULTS, nothing
 

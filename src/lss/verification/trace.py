@@ -14,8 +14,8 @@ from lss.batch import shard
 from lss.context import SequenceContext, context_of
 from lss.losses import count_tokens
 from lss.parallelize import parallelize
-from lss.verify.compare import SMALL, relative_error
-from lss.verify.setting import Setting
+from lss.verification.compare import SMALL, relative_error
+from lss.verification.setting import Setting
 
 
 @dataclass

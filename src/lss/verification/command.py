@@ -13,9 +13,9 @@ from lss.collectives import agree
 from lss.config import ParallelConfig
 from lss.errors import DifferentError, RunError
 from lss.mesh import World, init_mesh
-from lss.verify.compare import Report
-from lss.verify.run import verify
-from lss.verify.target import Target
+from lss.verification.compare import Report
+from lss.verification.run import verify
+from lss.verification.target import Target
 
 
 def verify_target(

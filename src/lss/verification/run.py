@@ -18,9 +18,9 @@ from lss.context import SequenceContext, context_of
 from lss.gradients import average_gradients, clip_gradient_norm, replicas_that_differ
 from lss.losses import count_tokens
 from lss.parallelize import full_gradients, full_state_dict, parallelize
-from lss.verify.compare import SMALL, Check, Report, relative_error, report, rounding_bound
-from lss.verify.setting import LossSum, Setting, cross_entropy_sum, without_dropout
-from lss.verify.trace import first_differences
+from lss.verification.compare import SMALL, Check, Report, relative_error, report, rounding_bound
+from lss.verification.setting import LossSum, Setting, cross_entropy_sum, without_dropout
+from lss.verification.trace import first_differences
 
 # Steps are clipped to half of the first norm, so that a wrong norm shows in the parameters.
 CLIP_SHARE = 0.5
@@ -77,7 +77,7 @@ def verify(
     checks += _sanity(serial, ranks, setting, context)
     if had_dropout:
         checks += _compare_dropout(plain, setting)
-    checks = _worst_of_ranks(checks, context)
+    checks = _worst_of_ranks(checks, context, torch.device(mesh.device_type))
     names = ("", "")
     if not all(check.passed for check in checks):
         names = first_differences(bare, setting, _bound(plain, setting))
@@ -229,9 +229,8 @@ def _bound(model: nn.Module, setting: Setting) -> float:
     return rounding_bound(torch.float64, tokens + features) * max(1, depth)
 
 
-def _worst_of_ranks(checks: list[Check], context: SequenceContext) -> list[Check]:
+def _worst_of_ranks(checks: list[Check], context: SequenceContext, device: torch.device) -> list[Check]:
     """The same checks with the largest error of any rank; NaN is larger than all."""
-    device = torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda")
     own = torch.tensor([check.error for check in checks], dtype=torch.float64, device=device)
     worst = context.gather_from_ranks(own.nan_to_num(nan=math.inf, posinf=math.inf)).amax(0).tolist()
     return [replace(check, error=error) for check, error in zip(checks, worst, strict=True)]
