@@ -89,7 +89,7 @@ def test_the_first_module_is_named(ranks, name, forward, backward):
 
 
 def useless(kind: str) -> Report:
-    mesh = lss.init_mesh(2, device="cpu")
+    mesh = lss.init_mesh(1 if kind == "alone" else 2, device="cpu")
     model, batch = target()
     with torch.no_grad():
         if kind == "zero head":
@@ -100,10 +100,11 @@ def useless(kind: str) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("kind", "check"), [("zero head", "the loss can move"), ("ignored", "some gradient is not zero")]
+    ("kind", "check"),
+    [("zero head", "the loss can move"), ("ignored", "some gradient is not zero"), ("alone", "more than one rank")],
 )
 def test_comparisons_that_prove_nothing_fail(ranks, kind, check):
-    for report in ranks.run(useless, 2, kind):
+    for report in ranks.run(useless, 1 if kind == "alone" else 2, kind):
         assert not report.passed
         assert check in [found.name for found in report.checks if not found.passed]
 

@@ -29,9 +29,10 @@ def verify_target(
     started = time.perf_counter()
     mesh = init_mesh(parallel.sequence, parallel.data, device=parallel.device, world=world)
     model, batch = agree(target.load)
-    report = verify(model, batch, mesh, gather=gather, steps=steps)
+    console = Console(quiet=world.rank > 0)
+    with console.status("") as status:
+        report = verify(model, batch, mesh, gather=gather, steps=steps, progress=status.update)
     if world.rank == 0:
-        console = Console()
         console.print(report.render())
         console.print(f"{time.perf_counter() - started:.1f} s", style="dim")
     agree(lambda: _write(report, file) if file and world.rank == 0 else None)

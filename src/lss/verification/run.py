@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,6 +47,7 @@ def verify(
     steps: int = 2,
     loss_sum: LossSum = cross_entropy_sum,
     title: str = "",
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
     """Compare a model over the ranks of `mesh` with the same model run serially. A collective call.
 
@@ -64,6 +65,7 @@ def verify(
         steps: Steps of SGD.
         loss_sum: The loss of outputs and labels, as a sum over tokens; cross-entropy by default.
         title: The report's title.
+        progress: Told what is being done.
 
     Returns:
         A report; `report.passed` says whether all checks hold. The same on every rank.
@@ -71,15 +73,19 @@ def verify(
     plain, whole = _in_float64(model, batch, torch.device(mesh.device_type))
     setting = Setting(whole, mesh, gather, loss_sum)
     bare, had_dropout = without_dropout(plain)
+    progress("serial run")
     serial = _run_serially(copy.deepcopy(bare), setting, steps)
+    progress("run over ranks")
     ranks, context = _run_over_ranks(copy.deepcopy(bare), setting, mesh, steps, CLIP_SHARE * serial.norm)
     checks = _compare(ranks, serial, setting, context, _bound(plain, setting))
     checks += _sanity(serial, ranks, setting, context)
     if had_dropout:
+        progress("dropout on: one rank, then all")
         checks += _compare_dropout(plain, setting)
     checks = _worst_of_ranks(checks, context, torch.device(mesh.device_type))
     names = ("", "")
     if not all(check.passed for check in checks):
+        progress("both again, to find the first difference")
         names = first_differences(bare, setting, _bound(plain, setting))
     return report(title or setting.title(type(model).__name__), checks, *names)
 
@@ -198,10 +204,12 @@ def _sanity(serial: Run, ranks: Run, setting: Setting, context: SequenceContext)
     dead = sum(not gradient.any() for gradient in serial.gradients.values())
     chance = math.log(serial.outputs.size(-1)) if serial.outputs.size(-1) > 1 else math.nan
     at_chance = abs(serial.losses[0] - chance) < 1e-6 * chance
+    used = _used(context)
     return [
+        _sane("more than one rank", bool(used), "nothing was sent: one rank proves nothing about several"),
         _sane("some gradient is not zero", dead < len(serial.gradients), "all gradients are zero"),
         _sane("the loss can move", not (at_chance and dead), "the loss is that of chance and gradients are dead"),
-        *(_sane(f"messages on the {axis.name} axis", _sent(axis), "nothing was sent") for axis in _used(context)),
+        *(_sane(f"messages on the {axis.name} axis", _sent(axis), "nothing was sent") for axis in used),
     ]
 
 
