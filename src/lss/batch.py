@@ -86,7 +86,11 @@ def shard(
     for name, tensor in batch.items():
         if name not in ("attention_mask", "position_ids"):
             integer_labels = name == "labels" and not (tensor.is_floating_point() or tensor.dtype == torch.bool)
-            given = _shifted(tensor, shift_labels, found) if integer_labels else tensor
+            given = _shifted(tensor.long(), shift_labels, found) if integer_labels else tensor
+            if ("label" in name or "target" in name) and name != "labels" and tensor.dtype == torch.int64:
+                raise LayoutError(
+                    f"integer {name!r} in a batch", allowed="integer labels under the name 'labels', filled with -100"
+                )
             cut[name] = layout.shard(given, axis.rank, dim=1, fill=IGNORE_INDEX if integer_labels else 0)
     plain = found == spans.whole(num_sequences, length) and "position_ids" not in batch
     positions = None if plain else batch.get("position_ids", spans.positions_within(found, length)).to(device)

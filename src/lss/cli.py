@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 import lss
 from lss.attention import GATHERS
-from lss.collectives import agree
+from lss.collectives import agree, agree_equal
 from lss.config import Config, ParallelConfig, parse, parser
 from lss.data import default_cache_folder, enwik8
 from lss.errors import ConfigError, LssError
@@ -44,6 +44,7 @@ class Job:
 
     run: Callable[[World], None]
     config: Config
+    words: str  # what must be the same on every rank, beside the configuration
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _read_train(arguments: Sequence[str]) -> Job:
     config, _ = parse(parser("train [CONFIG.toml]"), arguments)
-    return Job(partial(train, config=config), config)
+    return Job(partial(train, config=config), config, f"train into {config.run.folder!r}")
 
 
 def _read_eval(arguments: Sequence[str]) -> Job:
@@ -87,7 +88,7 @@ def _read_eval(arguments: Sequence[str]) -> Job:
     if parsed.sequences < 0:
         raise ConfigError(f"sequences = {parsed.sequences}", allowed="0 or more")
     job = partial(evaluate_run, folder=folder, config=config, part=parsed.split, limit=parsed.sequences)
-    return Job(job, config)
+    return Job(job, config, f"eval {arguments[0]} {parsed.split} {parsed.sequences}")
 
 
 # What an evaluation can take from flags; the model, its weights and their precision are the run's.
@@ -117,7 +118,7 @@ def _read_verify(arguments: Sequence[str]) -> Job:
     run = partial(
         verify_target, target=target, parallel=parallel, gather=given.gather, steps=given.steps, file=given.json
     )
-    return Job(run, Config(parallel=parallel))
+    return Job(run, Config(parallel=parallel), f"verify {given}")
 
 
 _READERS: dict[str, Callable[[Sequence[str]], Job]] = {
@@ -147,10 +148,24 @@ def _rank(world: World, read: Callable[[], Job]) -> int:
         job.run(world)
     except LssError as error:
         return _report(error, world.rank)
+    except BrokenPipeError:  # whoever read the output has gone
+        return 141
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+            raise
+        return _report(_out_of_memory(error), world.rank)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def _out_of_memory(error: BaseException) -> LssError:
+    return LssError(
+        f"out of memory: {str(error).splitlines()[0] if str(error) else 'allocation failed'}",
+        allowed="what fits into the memory of a rank",
+        remedy="take more ranks (parallel.sequence), a shorter data.length, a smaller batch or a smaller model",
+    )
 
 
 def _agreed_job(world: World, read: Callable[[], Job]) -> Job:
@@ -170,7 +185,10 @@ def _agreed_job(world: World, read: Callable[[], Job]) -> Job:
             raise outcome
         return outcome
 
-    return agree(result)
+    job = agree(result)
+    agree_equal("the command", job.words, "give every rank the same command")
+    agree_equal("the configuration", job.config.to_toml(), "give every rank the same file and flags")
+    return job
 
 
 def _data(arguments: Sequence[str]) -> int:

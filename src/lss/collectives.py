@@ -1,4 +1,4 @@
-"""The only caller of torch.distributed's collectives: each is counted in a ledger, those in a graph name their dual.
+"""The only caller of torch.distributed's collectives: those of tensors are counted, those in a graph name their dual.
 
 Bytes are those that one rank sends, and receives, in the ring form of a collective over N ranks: (N - 1) segments for
 an all-gather or a reduce-scatter, 2 (N - 1) / N of the tensor for an all-reduce, the tensor for a broadcast.
@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss.errors import LssError, MeshError, RankLostError
+from lss.mesh import DATA, SEQUENCE
 
 T = TypeVar("T")
 
@@ -109,6 +111,11 @@ class Axis:
             return cls(name, 1, 0, ledger)
         if mesh.mesh_dim_names is None:
             raise MeshError("a DeviceMesh without axis names", remedy="make it with lss.init_mesh, or name its axes")
+        if not {DATA, SEQUENCE} & set(mesh.mesh_dim_names):
+            raise MeshError(
+                f"a DeviceMesh with the axes {', '.join(mesh.mesh_dim_names)}",
+                allowed=f"an axis {SEQUENCE!r}, {DATA!r}, or both, and any others",
+            )
         if name not in mesh.mesh_dim_names:
             return cls(name, 1, 0, ledger)
         return cls(name, mesh[name].size(), mesh.get_local_rank(name), ledger, mesh.get_group(name), ordered)
@@ -163,15 +170,8 @@ class Axis:
 
     @contextmanager
     def _counted(self, operation: str, layer: str, phase: str, num_bytes: int) -> Iterator[None]:
-        try:
+        with _named(f"{operation} of {layer} ({phase}) over the {self.name} axis"):
             yield
-        except RuntimeError as error:
-            raise RankLostError(
-                f"rank {dist.get_rank()}: {operation} of {layer} ({phase}) over the {self.name} axis failed: "
-                f"{str(error).splitlines()[0]}",
-                allowed="all ranks of the axis alive and in the same step",
-                remedy="look at the first rank that ended: its own message says why",
-            ) from error
         self.ledger.record(Entry(self.name, operation, phase, layer), num_bytes)
 
 
@@ -184,6 +184,7 @@ class _Gather(torch.autograd.Function):
         return axis.all_gather(segment, layer=layer, phase="forward")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return ctx.axis.reduce_scatter(gradients[0], layer=ctx.layer, phase="backward"), None, None
 
@@ -245,7 +246,8 @@ def agree(action: Callable[[], T]) -> T:
         failure = caught
     failures: list[LssError | None] = [failure] * dist.get_world_size()
     if len(failures) > 1:
-        dist.all_gather_object(failures, failure)
+        with _named("agreement"):
+            dist.all_gather_object(failures, failure)
     for rank, found in enumerate(failures):
         if found is not None:
             error = found if all(failures) else _of_rank(found, rank)
@@ -258,7 +260,8 @@ def agree_equal(what: str, value: str, remedy: str) -> None:
     """Raise MeshError on every rank unless `value` is the same on all of them."""
     values = [value] * dist.get_world_size()
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        with _named("agreement"):
+            dist.all_gather_object(values, value)
     different = [rank for rank, other in enumerate(values) if other != values[0]]
     if different:
         shown = "; ".join(f"rank {rank}: {values[rank]}" for rank in (0, *different[:3]))
@@ -271,8 +274,24 @@ def from_first_rank(value: T) -> T:
     """The value that rank 0 holds, on every rank."""
     values = [value]
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(values, src=0)
+        with _named("agreement"):
+            dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Say which collective failed; running out of memory is no lost rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise RankLostError(
+            f"rank {dist.get_rank()}: {what} failed: {str(error).splitlines()[0]}",
+            allowed="all ranks alive and in the same step",
+            remedy="look at the first rank that ended: its own message says why",
+        ) from error
 
 
 def _of_rank(error: LssError, rank: int) -> LssError:

@@ -180,7 +180,7 @@ class Config:
         return tomli_w.dumps(sections)
 
 
-_BARE_FLAGS = ("--help", "-h", "--print_config")
+_BARE_FLAGS = ("--help", "-h")
 
 
 def parser(command: str) -> ArgumentParser:
@@ -189,8 +189,8 @@ def parser(command: str) -> ArgumentParser:
     made.add_argument("--config", action="config", help="TOML file; may be given as the first argument too")
     made.add_class_arguments(Config, as_group=False)
     for action in made._actions:
-        if action.dest in Config.__dataclass_fields__:
-            action.help = argparse.SUPPRESS  # a file for a section alone: one more way to say what --config says
+        if action.dest in (*Config.__dataclass_fields__, "print_config"):
+            action.help = argparse.SUPPRESS  # not offered: further ways to say what --config says
     return made
 
 
@@ -207,7 +207,7 @@ def parse(made: ArgumentParser, arguments: Sequence[str], honoured: Sequence[str
     """
     files, flags = _split_files(arguments)
     options = [option[2:] for action in made._actions for option in action.option_strings if option.startswith("--")]
-    keys = [option for option in options if option not in Config.__dataclass_fields__]
+    keys = [option for option in options if option not in (*Config.__dataclass_fields__, "print_config")]
     for file in files:
         check_keys(_flatten(_read_toml(Path(file))), keys, f" in {file}")
     given = [flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")]
@@ -230,7 +230,7 @@ def check_keys(given: Iterable[str], known: Sequence[str], where: str) -> None:
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ConfigError(f"unknown key {key!r}{where}", allowed="the keys of --help", remedy=f"use {near[0]!r}?")
+            raise ConfigError(f"unknown key {key!r}{where}", allowed="the keys of --help", remedy=f"try {near[0]!r}")
 
 
 def check(config: Config) -> None:
@@ -239,18 +239,20 @@ def check(config: Config) -> None:
     train = config.train
     at_least_one = {"data.length": config.data.length, "train.steps": train.steps, "train.batch": train.batch}
     for key, value in (at_least_one | {"train.accumulation": train.accumulation}).items():
-        if value < 1:
-            raise ConfigError(f"{key} = {value}", allowed="at least 1")
+        if not 1 <= value <= 10**12:
+            raise ConfigError(f"{key} = {value}", allowed="at least 1, and less than a million million")
     if train.accumulation > train.batch:
         raise ConfigError(f"train.accumulation = {train.accumulation}", allowed=f"at most train.batch = {train.batch}")
     if not 0 <= train.dropout < 1:
         raise ConfigError(f"train.dropout = {train.dropout}", allowed="at least 0 and less than 1")
     if not 0 <= train.seed < 2**63:
         raise ConfigError(f"train.seed = {train.seed}", allowed="from 0 to 2**63 - 1")
-    positive = {"train.learning_rate": train.learning_rate, "parallel.timeout": config.parallel.timeout}
-    for key, real in positive.items():
-        if not 0 < real < float("inf"):
-            raise ConfigError(f"{key} = {real}", allowed="a finite number above 0")
+    if not 0 < train.learning_rate < float("inf"):
+        raise ConfigError(f"train.learning_rate = {train.learning_rate}", allowed="a finite number above 0")
+    if not 1 <= config.parallel.timeout <= 10**6:
+        raise ConfigError(f"parallel.timeout = {config.parallel.timeout}", allowed="from 1 to 1,000,000 seconds")
+    if not config.data.source:
+        raise ConfigError("data.source is empty", allowed="stdlib, enwik8, a file or a folder")
     for name in ("warmup_steps", "weight_decay", "clip_norm", "eval_every", "eval_sequences"):
         if not 0 <= getattr(train, name) < float("inf"):
             raise ConfigError(f"train.{name} = {getattr(train, name)}", allowed="0 or a finite number above it")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +47,8 @@ class SequenceContext:
                 f"a batch cut for {segment.layout.num_ranks} ranks in a model parallelized over {self.sequence.size}",
                 remedy="give lss.shard and lss.parallelize the same mesh",
             )
+        if in_backward():
+            return  # a recomputation: `resume` has set the step of its call
         self.step = self.step + 1 if segment.step is None else segment.step
         if self.num_calls == 0 and segment.checksum is not None:
             self._require_one_batch(segment.checksum)
@@ -58,6 +63,19 @@ class SequenceContext:
                 allowed="the same whole sequences on every rank of a sequence group; other ones in other data groups",
                 remedy="seed the data by mesh.get_local_rank('data'), not by rank",
             )
+
+    def watch(self, outputs: Any) -> None:
+        """Have backward through these outputs take up the present call again, as recomputation needs it.
+
+        Other calls may have come between a call and its backward: further micro-batches, or an evaluation.
+        """
+        parts = outputs.values() if isinstance(outputs, dict) else outputs
+        for part in parts if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else [outputs]:
+            if isinstance(part, Tensor) and part.requires_grad:
+                part.register_hook(partial(self._resume, self.present, self.step))
+
+    def _resume(self, segment: Segment, step: int, gradient: Tensor) -> None:
+        self.segment, self.step = segment, step
 
     @property
     def layout(self) -> Layout:
@@ -105,6 +123,11 @@ class SequenceContext:
         for axis in (self.sequence, self.data):
             rows = axis.all_gather(rows, layer="scalars", phase="step")
         return rows
+
+
+def in_backward() -> bool:
+    """Whether a backward is running, as it is around the recomputation of activations."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def attach(model: nn.Module, context: SequenceContext) -> None:

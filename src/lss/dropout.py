@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lss.context import SequenceContext
+from lss.context import SequenceContext, in_backward
 from lss.errors import LayoutError, ModelError
 
 # Rates are multiples of 1 / LEVELS, as 16 random bits decide on a value.
@@ -47,7 +47,7 @@ class Site:
         Raises:
             ModelError: The present call of the model has been here already.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return
         if self.last_call == self.context.num_calls:
             raise ModelError(
@@ -67,6 +67,7 @@ class Site:
         """Factor of the kept values."""
         return LEVELS / (LEVELS - self.dropped_levels) if self.dropped_levels < LEVELS else 0.0
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def keep(self, sample: int, first_position: int, num_positions: int, features: int, device: torch.device) -> Tensor:
         """True where a value is kept: bool [num_positions, features].
 

@@ -120,6 +120,7 @@ def _sum_bucket(weights: list[Tensor], axes: list[Axis]) -> None:
     used = weights[0].new_tensor([weight.grad is not None for weight in weights])
     parts = [(torch.zeros_like(weight) if weight.grad is None else weight.grad).reshape(-1) for weight in weights]
     message = torch.cat([used, *parts])
+    message = message.float() if message.element_size() < 4 else message  # 16-bit sums would lose more with every rank
     for axis in axes:
         axis.all_reduce_(message, layer="gradients", phase="step")
     flags, *sums = message.split([len(weights), *(weight.numel() for weight in weights)])
@@ -127,7 +128,7 @@ def _sum_bucket(weights: list[Tensor], axes: list[Axis]) -> None:
         if weight.grad is not None:
             weight.grad.copy_(total.view_as(weight))
         elif flags[index]:
-            weight.grad = total.view_as(weight).clone()
+            weight.grad = total.view_as(weight).to(weight.dtype, copy=True)
 
 
 def _squared_sum(weights: list[nn.Parameter]) -> Tensor:

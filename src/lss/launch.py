@@ -22,6 +22,8 @@ from lss.mesh import World
 
 # After one rank has ended badly, the others may still say why themselves; then they are stopped.
 GRACE_SECONDS = 5.0
+# Codes of ranks that have said themselves why they ended: bad input, a lost rank, a difference, a closed pipe.
+_EXPLAINED = (2, 3, 4, 141)
 
 
 def launch(entry: Callable[..., int], num_ranks: int, *args: Any) -> int:
@@ -89,6 +91,8 @@ def _watch(ranks: Sequence[ForkServerProcess]) -> int:
             code = ranks[rank].exitcode or 0
             if code:
                 _await_the_others(ranks)
+                killed = [other for other, process in enumerate(ranks) if (process.exitcode or 0) < 0]
+                rank = killed[0] if killed else rank
                 return _report(rank, ranks[rank])
     return 0
 
@@ -108,8 +112,8 @@ def _report(rank: int, process: ForkServerProcess) -> int:
             f"lss: rank {rank} (process {process.pid}) was lost: killed by {name}; all ranks are ended", file=sys.stderr
         )
         return 128 - code
-    if code == 1:
-        print(f"lss: rank {rank} (process {process.pid}) failed; all ranks are ended", file=sys.stderr)
+    if code not in _EXPLAINED:
+        print(f"lss: rank {rank} (process {process.pid}) failed ({code}); all ranks are ended", file=sys.stderr)
     return code
 
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lss.errors import MeshError
 
 DATA, SEQUENCE = "data", "sequence"
+# How long ranks wait for each other at the start; on a cluster they may be launched some time apart.
+MEETING_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,13 @@ def detect_world(environment: Mapping[str, str]) -> World:
             world_size, local = read.integer(size), read.integer(local_rank)
             if world_size == 1 and launcher != "torchrun":
                 break  # an interactive shell of a cluster: nobody started ranks
+            own = read.integer(rank)
+            if own >= world_size:
+                raise MeshError(
+                    f"{launcher}: {rank} is {own} in a world of {world_size}", allowed="ranks below its size"
+                )
             num_local = read.tasks_on_this_node(local_size, world_size)
-            meeting = read.meeting_point(world_size, num_local)
-            return World(launcher, read.integer(rank), world_size, local, num_local, meeting)
+            return World(launcher, own, world_size, local, num_local, read.meeting_point(world_size, num_local))
     return World("none", 0, 1, 0, 1, "")
 
 
@@ -88,7 +96,7 @@ class _Reader:
 
     def integer(self, name: str) -> int:
         text = self.environment.get(name, "")
-        if not text.isdigit():
+        if not (text.isascii() and text.isdigit()):
             raise MeshError(
                 f"{self.launcher} started this process, but {name} is {text!r}",
                 allowed="a whole number",
@@ -122,7 +130,10 @@ class _Reader:
             )
         # jobs that share a host must not meet at one port
         job = re.sub(r"\D", "", self.environment.get("SLURM_JOB_ID", "")) or "0"
-        return f"tcp://{host}:{self.environment.get('MASTER_PORT', str(29500 + int(job) % 1000))}"
+        port = self.environment.get("MASTER_PORT", str(29500 + int(job) % 1000))
+        if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+            raise MeshError(f"MASTER_PORT is {port!r}", allowed="a port from 1 to 65535")
+        return f"tcp://{host}:{port}"
 
 
 def first_host(nodelist: str) -> str:
@@ -148,16 +159,34 @@ def init_world(world: World | None = None, *, device: str = "auto", timeout_seco
     kind = device_type(device)
     if kind == "cuda":
         _claim_gpu(world)
-    store = torch.distributed.HashStore() if world.size == 1 else None  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        init_method=None if store else world.init_method,
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+            store=_store(world),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise MeshError(
+            f"rank {world.rank} of {world.size} could not meet the others at {world.init_method}: "
+            f"{str(error).splitlines()[0]}",
+            allowed=f"all ranks started within {MEETING_SECONDS} s, each rank once, and a free port on rank 0's host",
+            remedy="look whether all ranks run, or set MASTER_ADDR and MASTER_PORT",
+        ) from error
     return world
+
+
+def _store(world: World) -> Any:
+    """Where the ranks find each other; they wait a limited time for one that never comes."""
+    if world.size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    where = urlparse(world.init_method)
+    if where.scheme == "file":
+        return dist.FileStore(where.path, world.size)  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        where.hostname or "", where.port or 0, world.size, world.rank == 0, timeout=timedelta(seconds=MEETING_SECONDS)
+    )
 
 
 def device_type(device: str) -> str:

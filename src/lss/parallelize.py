@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules import batchnorm, conv
+from torch.nn.modules import batchnorm, conv, padding, pooling
 
 from lss.attention import GATHERS, AttentionLayer, DistributedAttention, Gather
 from lss.collectives import Axis, Ledger
@@ -30,8 +30,22 @@ Module = TypeVar("Module", bound=nn.Module)
 _REFUSED: tuple[type[nn.Module], ...] = (
     nn.MultiheadAttention,
     nn.RNNBase,
+    nn.RNNCellBase,
+    nn.EmbeddingBag,
+    nn.Unfold,
+    nn.Fold,
+    nn.GroupNorm,
+    nn.RReLU,
     conv._ConvNd,
-    batchnorm._BatchNorm,
+    batchnorm._NormBase,
+    padding._ConstantPadNd,
+    padding._ReflectionPadNd,
+    padding._ReplicationPadNd,
+    pooling._MaxPoolNd,
+    pooling._AvgPoolNd,
+    pooling._AdaptiveAvgPoolNd,
+    pooling._AdaptiveMaxPoolNd,
+    pooling._LPPoolNd,
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
     nn.Dropout1d,
@@ -90,6 +104,7 @@ def parallelize(
         attention = cast(AttentionLayer, layer)
         layer.forward = DistributedAttention(attention, context, gather, name, signature(layer.forward), site)
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
+    model.register_forward_hook(lambda module, args, outputs: context.watch(outputs))
     attach(model, context)
     return model
 
@@ -97,9 +112,9 @@ def parallelize(
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state of the plain model, positional tables reassembled, on every rank. A collective call."""
     state = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if isinstance(module, ShardedPositions):
-            state[f"{name}.weight"] = module.whole(module.weight)
+    for names, module in _instances(model, ShardedPositions):
+        table = module.whole(module.weight)
+        state |= {f"{name}.weight": table for name in names}
     return state
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lss.collectives import gather
 from lss.context import SequenceContext
-from lss.errors import LayoutError
+from lss.errors import LayoutError, ModelError
 from lss.layout import Layout
 
 
@@ -27,13 +30,20 @@ class ShardedPositions(nn.Module):
 
     def __init__(self, table: nn.Embedding, context: SequenceContext, name: str) -> None:
         super().__init__()
+        for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(table, option):
+                raise ModelError(
+                    f"{name} has {option}={getattr(table, option)}", allowed="a positional table without this option"
+                )
         self.context = context
         self.name = name
         self.layout = Layout(table.num_embeddings, context.sequence.size)
         rank = context.sequence.rank
         start = min(self.layout.start(rank), self.layout.length)
-        rows = table.weight.detach()[start : start + self.layout.num_tokens(rank)]
-        self.weight = nn.Parameter(rows.clone(), requires_grad=table.weight.requires_grad)
+        # the same parameter, so that an optimizer that was made before knows it
+        self.weight = cast(nn.Parameter, table.weight)
+        self.weight.data = table.weight.data[start : start + self.layout.num_tokens(rank)].clone()
+        self.weight.grad = None
 
     def extra_repr(self) -> str:
         """Rows held, as in `print(model)`."""
@@ -59,12 +69,23 @@ class ShardedPositions(nn.Module):
                 allowed=f"[..., {segment.layout.segment_length}]: one index a slot",
             )
         positions = self.context.positions(indices.device)
+        if self.context.num_calls == 1:
+            self._require_slots(indices)
         if segment.position_ids is not None or self.layout != segment.layout:
             return F.embedding(positions, gather(self._padded(self.weight), self.context.sequence, self.name))
         # empty slots repeat the last position, which another rank may hold: any row of this rank will do
         rows = self._padded(self.weight)
         local = positions - self.layout.start(self.context.sequence.rank)
         return F.embedding(local.clamp(0, rows.size(0) - 1), rows)
+
+    def _require_slots(self, indices: Tensor) -> None:
+        """Raise LayoutError unless the model asks for slots 0 to S - 1, in order; looked at once, at first."""
+        if (indices != torch.arange(indices.size(-1), device=indices.device)).any():
+            raise LayoutError(
+                f"{self.name} was asked for other positions than 0, 1, 2, ...",
+                allowed="the slots of the segment in order; the segment says which positions they have",
+                remedy="give position_ids to lss.shard, not to the model",
+            )
 
     def whole(self, rows: Tensor) -> Tensor:
         """Rows of all ranks in order, of the weight or of its gradient: [P, E], detached. A collective call."""

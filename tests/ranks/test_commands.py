@@ -63,6 +63,8 @@ def test_metrics_have_the_promised_keys(serial):
     }
     assert set(evaluations[0]) == {"step", "eval_loss", "eval_bits_per_byte"}
     assert steps[-1]["loss"] < steps[0]["loss"]
+    rates = [line["learning_rate"] for line in steps]
+    assert rates == sorted(set(rates))  # warming up
     assert steps[0]["bits_per_byte"] == pytest.approx(steps[0]["loss"] / 0.6931471805599453)
 
 

@@ -87,17 +87,23 @@ def test_under_torchrun_one_rank_speaks_for_all(text, flags, part):
 
 
 def ranks_by_hand(folders: list[Path], *flags: str) -> list[tuple[int, str]]:
-    """Ranks with torchrun's variables, each in a folder of its own: exit code and stderr of each."""
+    """Ranks with torchrun's variables, each in a folder of its own, all training: exit code and stderr of each."""
+    return commands_by_hand(folders, [["train", *SMALL, *flags]] * len(folders))
+
+
+def commands_by_hand(folders: list[Path], commands: list[list[str]]) -> list[tuple[int, str]]:
+    """Ranks with torchrun's variables, each with a command of its own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     processes = []
-    for rank, folder in enumerate(folders):
+    for rank, (folder, words) in enumerate(zip(folders, commands, strict=True)):
         world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(folders)), "OMP_NUM_THREADS": "1"}
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [*LSS, "train", *SMALL, *flags]
         environment = os.environ | world | meeting
-        processes.append(subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen([*LSS, *words], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+        )
     messages = [process.communicate(timeout=60)[1] for process in processes]
     return [(process.returncode, message) for process, message in zip(processes, messages, strict=True)]
 
@@ -128,6 +134,15 @@ def test_a_rank_with_another_configuration_ends_all(tmp_path):
     assert [code for code, _ in results] == [2, 2]
     assert "the configuration differs between ranks" in results[0][1]
     assert [text.count("lss:") for _, text in results] == [1, 0]
+
+
+def test_ranks_that_evaluate_differently_end(tmp_path, text):
+    train(tmp_path / "run", "--data.source", text)
+    words = ["eval", str(tmp_path / "run"), "--parallel.sequence", "2"]
+    for other in ([*words, "--split", "validation"], [*words, "--data.length", "9"], ["verify", "gpt-tiny"]):
+        results = commands_by_hand([tmp_path, tmp_path], [words, other])
+        assert [code for code, _ in results] == [2, 2]
+        assert "differs between ranks" in results[0][1]
 
 
 def descendants(parent: int) -> dict[int, int]:

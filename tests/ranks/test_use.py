@@ -1,9 +1,13 @@
 """What users do beside the main road: other lengths, frozen and unused weights, clipping, misuse."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lss
 from lss.collectives import agree, agree_equal, from_first_rank
@@ -81,7 +85,9 @@ def test_weights_that_no_rank_used_keep_no_gradient(ranks):
 
 def seeded_differently() -> torch.Tensor:
     mesh = lss.init_mesh(2, 2, device="cpu")
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]  # neighbours hold one sequence together
     model = tiny_gpt(TABLE)
+    model.register_buffer("scale", torch.full((1,), float(torch.distributed.get_rank()), dtype=torch.float64))
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.distributed.get_rank())
@@ -89,7 +95,9 @@ def seeded_differently() -> torch.Tensor:
 
 
 def test_all_ranks_start_from_the_weights_of_the_first(ranks):
-    expected = torch.cat([weight.flatten() for weight in tiny_gpt(TABLE).state_dict().values()])
+    weights = {**tiny_gpt(TABLE).state_dict(), "scale": torch.zeros(1, dtype=torch.float64)}
+    with_scale = [weights.pop("scale"), *weights.values()]  # a model's own buffer comes first
+    expected = torch.cat([weight.flatten() for weight in with_scale])
     for state in ranks.run(seeded_differently, 4):
         assert torch.equal(state, expected)
 
@@ -150,6 +158,12 @@ class Masked(nn.Module):
         return self.attention(self.tokens(tokens), None, mask=torch.ones(4, 4))
 
 
+def padded_table() -> nn.Module:
+    model = tiny_gpt(4)
+    model.positions.padding_idx = 1
+    return model
+
+
 def without(attribute: str) -> nn.Module:
     model = tiny_gpt(4)
     delattr(model.blocks[0].attention, attribute)
@@ -178,6 +192,47 @@ def test_ranks_of_a_group_must_cut_the_same_batch(ranks):
     assert all("given different batches" in message for message in ranks.run(two_batches, 2))
 
 
+def recomputed_later(recompute: bool) -> dict:
+    """Two micro-batches and an evaluation come between forward and backward."""
+    mesh = lss.init_mesh(2, device="cpu")
+    model = lss.parallelize(tiny_gpt(TABLE, dropout=0.3, attention_dropout=0.2), mesh)
+    if recompute:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    losses = []
+    for length, seed in ((TABLE, 0), (7, 1)):
+        tokens = torch.randint(17, (2, length), generator=torch.Generator().manual_seed(seed))
+        batch = lss.shard({"tokens": tokens}, mesh)
+        losses.append(model(batch["tokens"], segment=batch["segment"]).square().sum())
+    with torch.no_grad():
+        batch = lss.shard({"tokens": torch.zeros(1, 5, dtype=torch.int64)}, mesh)
+        model(batch["tokens"], segment=batch["segment"])
+    sum(losses).backward()
+    lss.average_gradients(model)
+    return whole_gradients(model)
+
+
+def test_recomputation_belongs_to_its_own_call(ranks):
+    (expected, _), (found, _) = (ranks.run(recomputed_later, 2, recompute) for recompute in (False, True))
+    for name, gradient in expected.items():
+        assert_same(found[name], gradient, name)
+
+
+def optimizer_made_before() -> float:
+    mesh = lss.init_mesh(2, device="cpu")
+    model = tiny_gpt(TABLE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model = lss.parallelize(model, mesh)
+    before = lss.full_state_dict(model)["positions.weight"].clone()
+    backward(model, mesh, TABLE)
+    optimizer.step()
+    return (lss.full_state_dict(model)["positions.weight"] - before).abs().min().item()
+
+
+def test_an_optimizer_that_was_made_before_trains_the_positions(ranks):
+    assert min(ranks.run(optimizer_made_before, 2)) > 0
+
+
 def refusals() -> list[str]:
     mesh = lss.init_mesh(1, device="cpu")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -202,6 +257,9 @@ def refusals() -> list[str]:
         lambda: lss.shard({}, mesh),
         lambda: lss.shard({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, mesh),
         lambda: lss.shard({"a": torch.zeros(3)}, mesh),
+        lambda: lss.shard({"tokens": tokens, "targets": tokens}, mesh),
+        lambda: lss.parallelize(tiny_gpt(4), DeviceMesh("cpu", [0], mesh_dim_names=("tensor",))),
+        lambda: lss.parallelize(padded_table(), mesh),
         lambda: lss.init_mesh(2, device="cpu"),
         lambda: lss.init_mesh(1, device="tpu"),
     ]
@@ -232,6 +290,9 @@ def test_misuse_is_refused_by_name(ranks):
         "an empty batch",
         "a batch of shapes",
         "a batch of shapes",
+        "integer 'targets'",
+        "a DeviceMesh with the axes tensor",
+        "positions has padding_idx=1",
         "the world has 1",
         "'tpu'",
     ]

@@ -25,7 +25,7 @@ def test_the_resolved_configuration_reads_back_the_same(tmp_path):
     config = read("--model.heads", "8", "--data.source", 'a "quoted" name', "--train.precision", "fp64")
     file = tmp_path / "config.toml"
     file.write_text(config.to_toml())
-    assert read(str(file)) == config
+    assert read(str(file)) == config.resolved()
 
 
 def test_a_preset_can_be_changed():
@@ -51,6 +51,10 @@ def test_a_preset_can_be_changed():
         (["--train.accumulation", "9"], "train.accumulation = 9"),
         (["--train.seed", "-1"], "train.seed = -1"),
         (["--train.clip_norm", "-1"], "train.clip_norm = -1"),
+        (["--data.source", ""], "data.source is empty"),
+        (["--parallel.timeout", "1e300"], "parallel.timeout"),
+        (["--train.steps", "99999999999999999999"], "train.steps"),
+        (["--print_config"], "print_config"),
         (["--data.length", "0"], r"data.length = 0[\s\S]*at least 1"),
         (["--parallel.sequence", "0"], "sequence=0"),
         (["--model.preset", "gpt-5"], r"model.preset = gpt-5[\s\S]*gpt-20m"),

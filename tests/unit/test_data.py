@@ -4,6 +4,7 @@ import bz2
 import gzip
 import hashlib
 import lzma
+import os
 import zipfile
 
 import numpy as np
@@ -59,6 +60,9 @@ def test_bad_sources_are_named(tmp_path):
     (tmp_path / "broken.gz").write_bytes(b"not packed at all")
     (tmp_path / "cut.xz").write_bytes(lzma.compress(TEXT)[:-9])
     (tmp_path / "folder").mkdir()
+    for name in ("a.tar.gz", "a.ZST"):
+        (tmp_path / name).write_bytes(TEXT)
+    os.mkfifo(tmp_path / "pipe.gz")
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
         archive.writestr("a", "1")
         archive.writestr("b", "2")
@@ -69,6 +73,9 @@ def test_bad_sources_are_named(tmp_path):
         "broken.gz": "cannot be read",
         "cut.xz": "cannot be read",
         "two.zip": "holds 2 files",
+        "a.tar.gz": "packed in a way that is not read",
+        "a.ZST": "packed in a way that is not read",
+        "pipe.gz": "neither a file nor a folder",
     }.items():
         with pytest.raises(DataError, match=message):
             open_source(str(tmp_path / name), tmp_path / "cache")
@@ -107,6 +114,22 @@ def test_wrong_enwik8_is_refused_and_leaves_the_cache_alone(tmp_path):
     (tmp_path / "cache" / "enwik8").write_bytes(TEXT)
     with pytest.raises(DataError, match="1280 bytes"):
         open_source("enwik8", tmp_path / "cache")
+
+
+def test_a_file_of_the_right_length_is_not_taken_for_enwik8(tmp_path, monkeypatch):
+    monkeypatch.setattr(enwik8, "LENGTH", len(TEXT))
+    (tmp_path / "enwik8").write_bytes(TEXT)
+    with pytest.raises(DataError, match="is not enwik8: SHA-1"):
+        open_source("enwik8", tmp_path)
+    for name, content in {"no.zip": "other", "bad.gz": None}.items():
+        if content:
+            with zipfile.ZipFile(tmp_path / name, "w") as archive:
+                archive.writestr(content, TEXT)
+        else:
+            (tmp_path / name).write_bytes(gzip.compress(TEXT)[:-20] + bytes(20))
+        with pytest.raises(DataError, match="could not be taken"):
+            enwik8.install(tmp_path / "cache", tmp_path / name, lambda done, total: None)
+        assert not list((tmp_path / "cache").iterdir())
 
 
 def test_enwik8_is_taken_plain_packed_and_zipped(tmp_path, monkeypatch):

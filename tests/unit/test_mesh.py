@@ -59,6 +59,10 @@ def test_reads_each_launcher(environment, expected):
         ({name: value for name, value in TORCHRUN.items() if name != "MASTER_ADDR"}, "MASTER_ADDR"),
         ({"RANK": "0"}, "WORLD_SIZE"),
         (TORCHRUN | {"LOCAL_RANK": "two"}, "LOCAL_RANK is 'two'"),
+        (TORCHRUN | {"RANK": "²"}, "RANK is '²'"),
+        (TORCHRUN | {"RANK": "8"}, "RANK is 8 in a world of 8"),
+        (TORCHRUN | {"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc'"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999'"),
     ],
 )
 def test_an_incomplete_environment_is_named(environment, message):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lss.attention.kernels import Kernel, Operands
 from lss.attention.plan import Block, Tile
@@ -67,6 +68,7 @@ class _Attend(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, output, log_sum_exp = ctx.saved_tensors
         sums = [torch.zeros_like(tensor, dtype=_wide_dtype(tensor)) for tensor in (query, key, value)]

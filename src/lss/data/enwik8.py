@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import lzma
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Callable
 from contextlib import closing
+from http.client import HTTPException
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -17,6 +20,19 @@ ADDRESS = "http://mattmahoney.net/dc/enwik8.zip"
 LENGTH = 100_000_000
 SHA1 = "57b8363b814821dc9d47aa4d41f58733519076b2"
 _CHUNK = 2**20
+# What opening and reading packed files raises, damaged and encrypted ones among them.
+UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    RuntimeError,
+    NotImplementedError,
+    HTTPException,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 Report = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -35,6 +51,10 @@ def cached(cache_folder: Path) -> Path:
         )
     if path.stat().st_size != LENGTH:
         raise _wrong(path, f"{path.stat().st_size} bytes")
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: hashlib.sha1(usedforsecurity=False)).hexdigest()
+    if found != SHA1:
+        raise _wrong(path, f"SHA-1 {found}")
     return path
 
 
@@ -55,7 +75,11 @@ def install(cache_folder: Path, file: Path | None, report: Report) -> Path:
         partial = cache_folder / "enwik8.partial"
         with closing(_opened(archive)) as source, partial.open("wb") as out:
             _copy_checked(source, out, archive, report)
-    except (OSError, EOFError, zipfile.BadZipFile) as error:
+    except DataError:
+        (cache_folder / "enwik8.partial").unlink(missing_ok=True)
+        raise
+    except UNREADABLE as error:
+        (cache_folder / "enwik8.partial").unlink(missing_ok=True)
         raise DataError(
             f"enwik8 could not be taken from {file or ADDRESS}: {error}",
             allowed=f"{LENGTH:,} bytes with SHA-1 {SHA1}, plain, .zip or .gz",

@@ -11,9 +11,9 @@ import shutil
 import sys
 import sysconfig
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -64,8 +64,19 @@ def open_source(source: str, cache: Path) -> Bytes:
             raise DataError(
                 f"data source {source!r} does not exist", allowed="stdlib, enwik8, a file or a folder", remedy=""
             )
-        if path.suffix in _UNPACK:
+        if not path.is_file():
+            raise DataError(
+                f"data source {source!r} is neither a file nor a folder", allowed="a regular file or a folder"
+            )
+        suffix = path.suffix.lower()
+        if suffix in _UNPACK and not path.stem.lower().endswith(".tar"):
             return _map(_cached(_cache_name(cache, [path]), lambda: _unpacked(path)), source)
+        if suffix in _REFUSED or suffix in _UNPACK:
+            raise DataError(
+                f"data source {source!r} is packed in a way that is not read",
+                allowed="plain, .gz, .bz2, .xz or .zip of one file, or a folder",
+                remedy="unpack it first",
+            )
         return _map(path, source)
 
 
@@ -79,8 +90,11 @@ def fingerprint(data: Bytes) -> str:
     """Length and SHA-1 of the data (of evenly spaced pieces beyond 1 GiB); equal on ranks that read the same."""
     digest = hashlib.sha1(usedforsecurity=False)
     stride = max(_PIECE, len(data) // (FINGERPRINT_BYTES // _PIECE))
-    for start in range(0, len(data), stride):
-        digest.update(data[start : start + _PIECE].tobytes())
+    mapped = getattr(data, "filename", None)
+    with open(mapped, "rb") if mapped else BytesIO(data.tobytes()) as file:
+        for start in range(0, len(data), stride):  # not through the map, whose pages would count as this process's
+            file.seek(start)
+            digest.update(file.read(_PIECE))
     return f"{len(data)} bytes, sha1 {digest.hexdigest()}"
 
 
@@ -104,7 +118,7 @@ def _read_files(files: Iterable[Path]) -> Iterator[BinaryIO]:
 
 
 def _unpacked(path: Path) -> Iterator[BinaryIO]:
-    with _UNPACK[path.suffix](path) as opened:
+    with _UNPACK[path.suffix.lower()](path) as opened:
         yield opened
 
 
@@ -124,6 +138,7 @@ _UNPACK: dict[str, Callable[[Path], BinaryIO]] = {
     ".xz": cast(Callable[[Path], BinaryIO], lzma.open),
     ".zip": _open_zip,
 }
+_REFUSED = {".zst", ".7z", ".rar", ".tar", ".tgz", ".tbz2", ".txz", ".lz4", ".br"}
 
 
 def _cache_name(cache: Path, files: Iterable[Path]) -> Path:
@@ -151,7 +166,7 @@ def _cached(target: Path, parts: Callable[[], Iterator[BinaryIO]]) -> Path:
 def _readable(source: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
+    except enwik8.UNREADABLE as error:
         raise DataError(
             f"data source {source!r} cannot be read: {error}",
             allowed="a readable file or folder, and a writable cache folder",

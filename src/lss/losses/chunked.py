@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
@@ -56,6 +57,7 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         grad_rows, grad_weight, grad_bias = ctx.saved_tensors
         factor, (weight_dtype, bias_dtype) = gradients[0], ctx.dtypes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,7 +49,8 @@ class RunFolder:
                     remedy="choose another run.folder, or remove this one",
                 )
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / CONFIG).write_text(config.to_toml())
+            with (self.path / CONFIG).open("x", encoding="utf-8") as file:  # fails if another run took it meanwhile
+                file.write(config.to_toml())
 
     def config_file(self) -> Path:
         """The resolved configuration of a run that has ended.
@@ -64,9 +66,10 @@ class RunFolder:
         return self.path / CONFIG
 
     def append(self, line: dict[str, Any]) -> None:
-        """Add a line to the metrics."""
-        with _named(self.path, "cannot be written"), (self.path / METRICS).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        """Add a line to the metrics; what is not finite becomes null, as JSON has no NaN."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        with _named(self.path, "cannot be written"), (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite) + "\n")
 
     def save(self, state: dict[str, Tensor]) -> None:
         """Write the weights, whole or not at all."""
@@ -99,7 +102,7 @@ class RunFolder:
 def _named(path: Path, trouble: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, ValueError, SafetensorError, RuntimeError) as error:
         raise RunError(
             f"run folder {str(path)!r} {trouble}: {error}", remedy="check the path, or choose another"
         ) from error

@@ -133,7 +133,6 @@ def train(world: World, config: Config) -> None:
     Raises:
         LssError: Something is wrong with configuration, data or folder; raised on all ranks.
     """
-    agree_equal("the configuration", config.to_toml(), "give every rank the same file and flags")
     config = from_first_rank(with_folder(config))
     folder = RunFolder(Path(config.run.folder))
     data = agree(lambda: open_source(config.data.source, config.data.cache()))
@@ -142,7 +141,7 @@ def train(world: World, config: Config) -> None:
     agree(lambda: windows(parts["validation"], config.data.length))
     trainer = Trainer.build(config, world, parts["train"])
     agree(lambda: folder.create(config) if world.rank == 0 else None)
-    metrics = Metrics(folder if world.rank == 0 else None, config.run.tensorboard)
+    metrics = agree(lambda: Metrics(folder if world.rank == 0 else None, config.run.tensorboard))
     with display(world.rank, config.train.steps, "step") as progress:
         progress.say(config.to_toml())
         last = _steps(trainer, parts["validation"], metrics, progress)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lss.collectives import Ledger
+from lss.errors import RunError
 from lss.train.folder import RunFolder
 
 
@@ -161,6 +162,11 @@ def step_text(line: dict[str, Any], ledger: Ledger) -> tuple[str, str]:
 
 
 def _summary_writer(path: Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (an optional dependency)
-
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (an optional dependency)
+    except ImportError as error:
+        raise RunError(
+            "run.tensorboard is true, and tensorboard is not installed",
+            remedy="pip install tensorboard, or leave run.tensorboard false",
+        ) from error
     return SummaryWriter(path)
