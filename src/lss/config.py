@@ -106,6 +106,7 @@ class TrainConfig:
         weight_decay: AdamW's decay, on matrices.
         clip_norm: Largest global gradient norm; 0 turns clipping off.
         dropout: Rate after the embedding, in the feed-forward and on residual branches.
+        attention_dropout: Rate on attention weights; the kernel that stores scores is taken for it.
         seed: Of weights, data order and dropout.
         eval_every: Steps between evaluations on the validation split; 0 evaluates at the end only.
         eval_sequences: Sequences of such an evaluation; 0 takes the whole split.
@@ -122,6 +123,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     dropout: float = 0.0
+    attention_dropout: float = 0.0
     seed: int = 0
     eval_every: int = 50
     eval_sequences: int = 32
@@ -156,7 +158,13 @@ class Config:
     def gpt(self) -> GPTConfig:
         """The shape of the model: the preset, changed where a key is given."""
         given = {name: value for name, value in asdict(self.model).items() if name != "preset" and value is not None}
-        return replace(PRESETS[self.model.preset], max_length=self.data.length, dropout=self.train.dropout, **given)
+        return replace(
+            PRESETS[self.model.preset],
+            max_length=self.data.length,
+            dropout=self.train.dropout,
+            attention_dropout=self.train.attention_dropout,
+            **given,
+        )
 
     def resolved(self) -> Config:
         """The same with every key of the model given."""
@@ -243,8 +251,9 @@ def check(config: Config) -> None:
             raise ConfigError(f"{key} = {value}", allowed="at least 1, and less than a million million")
     if train.accumulation > train.batch:
         raise ConfigError(f"train.accumulation = {train.accumulation}", allowed=f"at most train.batch = {train.batch}")
-    if not 0 <= train.dropout < 1:
-        raise ConfigError(f"train.dropout = {train.dropout}", allowed="at least 0 and less than 1")
+    for name in ("dropout", "attention_dropout"):
+        if not 0 <= getattr(train, name) < 1:
+            raise ConfigError(f"train.{name} = {getattr(train, name)}", allowed="at least 0 and less than 1")
     if not 0 <= train.seed < 2**63:
         raise ConfigError(f"train.seed = {train.seed}", allowed="from 0 to 2**63 - 1")
     if not 0 < train.learning_rate < float("inf"):

@@ -144,6 +144,14 @@ def test_bf16_and_tensorboard(text, tmp_path):
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))
 
 
+def test_attention_dropout_is_the_same_at_every_degree_and_says_which_kernel_it_takes(text, tmp_path):
+    flags = ["--data.source", text, "--train.attention_dropout", "0.2", "--train.precision", "fp64"]
+    reference = train(tmp_path / "serial", *flags)
+    done = run(*LSS, "train", *SMALL, *flags, "--parallel.sequence", "3", "--run.folder", tmp_path / "run")
+    assert "kernel math (flash_cpu cannot drop attention weights)" in done.stdout
+    same_run(metrics(tmp_path / "run"), reference)
+
+
 def test_length_one(text, tmp_path):
     lines = train(tmp_path / "run", "--data.source", text, "--data.length", "1", "--parallel.sequence", "2")
     assert lines[-1]["eval_loss"] > 0

@@ -61,6 +61,13 @@ def kernel_for(device: torch.device, drops_weights: bool) -> Kernel:
     return FLASH_CPU if device.type == "cpu" and not drops_weights else MATH
 
 
+def why(kernel: Kernel, device: torch.device, drops_weights: bool) -> str:
+    """A kernel's name and, where it is not the device's fastest, the reason, for people."""
+    if drops_weights and device.type == "cpu":
+        return f"{kernel.name} ({FLASH_CPU.name} cannot drop attention weights)"
+    return kernel.name
+
+
 def wide(tensor: Tensor) -> Tensor:
     """In float32, or float64 as it is."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

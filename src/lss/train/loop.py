@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lss.attention import kernel_for, why
 from lss.batch import shard
 from lss.collectives import agree, agree_equal, from_first_rank
 from lss.config import Config
@@ -144,6 +145,9 @@ def train(world: World, config: Config) -> None:
     metrics = agree(lambda: Metrics(folder if world.rank == 0 else None, config.run.tensorboard))
     with display(world.rank, config.train.steps, "step") as progress:
         progress.say(config.to_toml())
+        dropping = config.train.attention_dropout > 0
+        kernel = why(kernel_for(trainer.device, dropping), trainer.device, dropping)
+        progress.say(f"attention: kernel {kernel}, gather {config.attention.gather}")
         last = _steps(trainer, parts["validation"], metrics, progress)
         state = full_state_dict(trainer.model)
         if world.rank == 0:
