@@ -36,7 +36,7 @@ def main() -> None:
     dropout = PositionDropout(Site(0.1, 0, context))
 
     def keyed() -> torch.Tensor:
-        context.begin(segment)
+        context.begin(segment, training=True)
         return dropout(values)
 
     weights = 128 * LENGTH * HEADS

@@ -85,9 +85,13 @@ def shard(
     cut: dict[str, Any] = {}
     for name, tensor in batch.items():
         if name not in ("attention_mask", "position_ids"):
-            integer_labels = name == "labels" and not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+            integer_labels = name == "labels" and _is_integer(tensor)
             given = _shifted(tensor.long(), shift_labels, found) if integer_labels else tensor
-            if ("label" in name or "target" in name) and name != "labels" and tensor.dtype == torch.int64:
+            if name == "labels" and not integer_labels and shift_labels:
+                raise LayoutError(
+                    f"shift_labels={shift_labels} with labels of {tensor.dtype}", allowed="integer labels"
+                )
+            if ("label" in name or "target" in name) and name != "labels" and _is_integer(tensor):
                 raise LayoutError(
                     f"integer {name!r} in a batch", allowed="integer labels under the name 'labels', filled with -100"
                 )
@@ -101,7 +105,7 @@ def shard(
         None if found == spans.whole(num_sequences, length) else found,
         positions,
         length if positions is None else int(positions.max()) + 1,
-        _checksum(batch),
+        _checksum(batch, found),
     )
     return cut
 
@@ -117,15 +121,26 @@ def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh | None, *, data_
     """
     by_slot = outputs.detach().transpose(0, 1)  # [B, S, ...] -> [S, B, ...]
     gathered = _axis(mesh, SEQUENCE).all_gather(by_slot, layer="outputs", phase="step")
-    whole = segment.layout.unshard(gathered, dim=0).transpose(0, 1)  # [N * S, B, ...] -> [B, L, ...]
-    return _axis(mesh, DATA).all_gather(whole, layer="outputs", phase="step") if data_groups else whole.contiguous()
+    whole = segment.layout.unshard(gathered, dim=0).transpose(0, 1).contiguous()  # [N * S, B, ...] -> [B, L, ...]
+    if not data_groups:
+        return whole
+    data = _axis(mesh, DATA)
+    shape = torch.tensor([whole.shape], device=whole.device)
+    shapes = data.all_gather(shape, layer="outputs", phase="step")
+    if (shapes != shape).any():
+        raise LayoutError(
+            f"outputs of data groups have the shapes {shapes.tolist()}",
+            allowed="one shape in all data groups",
+            remedy="unshard each group's alone (data_groups=False), or give all groups batches of one shape",
+        )
+    return data.all_gather(whole, layer="outputs", phase="step")
 
 
-def _checksum(batch: Mapping[str, Tensor]) -> Tensor:
+def _checksum(batch: Mapping[str, Tensor], found: Documents) -> Tensor:
     """A sum in which every place counts differently, so that other sequences, or another order, give another."""
-    sums = []
+    sums = [torch.tensor(float(hash(found) % 2**31), dtype=torch.float64, device=next(iter(batch.values())).device)]
     for tensor in batch.values():
-        flat = tensor.detach().reshape(-1).double()
+        flat = tensor.detach().reshape(-1).double().nan_to_num()
         sums.append((flat * torch.arange(1, flat.numel() + 1, device=flat.device).remainder(9973)).sum())
     return torch.stack(sums).sum()
 
@@ -152,7 +167,13 @@ def _documents(
             "document lengths and an attention_mask", allowed="one of them", remedy="what no document holds is padding"
         )
     if lengths is not None:
-        return spans.from_lengths(lengths, num_sequences, length)
+        cut = spans.from_lengths(lengths, num_sequences, length)
+        if "position_ids" in batch and spans.split_at_restarts(batch["position_ids"], cut) != cut:
+            raise LayoutError(
+                "position_ids that start again inside a document of `documents`",
+                allowed="documents that begin where positions start again",
+            )
+        return cut
     found = spans.whole(num_sequences, length)
     if "attention_mask" in batch:
         mask = batch["attention_mask"]
@@ -163,6 +184,10 @@ def _documents(
             )
         found = spans.from_padding(mask)
     return spans.split_at_restarts(batch["position_ids"], found) if "position_ids" in batch else found
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _shifted(labels: Tensor, offset: int | None, found: Documents) -> Tensor:

@@ -35,11 +35,17 @@ class SequenceContext:
     seed: int
     ledger: Ledger
     segment: Segment | None = None
-    step: int = -1
+    step: int = 0
     num_calls: int = 0
+    num_trained: int = 0
 
-    def begin(self, segment: Segment | None) -> None:
-        """Take up the segment of a batch that enters the model; None is refused."""
+    def begin(self, segment: Segment | None, *, training: bool) -> None:
+        """Take up the segment of a batch that enters the model; None is refused.
+
+        Args:
+            segment: What `shard` returned with the batch.
+            training: Whether the model is in training, whose calls count as steps where the segment names none.
+        """
         self.segment = segment
         segment = self.present
         if segment.layout.num_ranks != self.sequence.size:
@@ -49,7 +55,8 @@ class SequenceContext:
             )
         if in_backward():
             return  # a recomputation: `resume` has set the step of its call
-        self.step = self.step + 1 if segment.step is None else segment.step
+        self.step = self.num_trained if segment.step is None else segment.step
+        self.num_trained += training
         if self.num_calls == 0 and segment.checksum is not None:
             self._require_one_batch(segment.checksum)
         self.num_calls += 1

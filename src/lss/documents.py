@@ -45,6 +45,11 @@ def from_padding(mask: Tensor) -> Documents:
     Raises:
         LayoutError: A sequence has padding between real tokens.
     """
+    if ((mask != 0) & (mask != 1)).any():
+        raise LayoutError(
+            f"an attention_mask with values from {mask.min().item()} to {mask.max().item()}",
+            allowed="1 on tokens and 0 on padding; additive masks are not taken",
+        )
     found = []
     for row, real in enumerate(mask.bool().cpu()):
         slots = real.nonzero().flatten().tolist()
@@ -64,6 +69,10 @@ def split_at_restarts(position_ids: Tensor, documents: Documents) -> Documents:
     Raises:
         LayoutError: Positions neither go on by one nor start again.
     """
+    if position_ids.is_floating_point() or (position_ids < 0).any():
+        raise LayoutError(
+            f"position_ids of {position_ids.dtype} from {position_ids.min().item()}", allowed="integers of at least 0"
+        )
     found = []
     for row, spans in zip(position_ids.cpu().tolist(), documents, strict=True):
         cut: list[Span] = []

@@ -125,9 +125,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     """
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     for name, module in model.named_modules():
-        if isinstance(module, ShardedPositions) and module.weight.requires_grad:
-            rows = module.weight.grad
-            gradients[f"{name}.weight"] = module.whole(torch.zeros_like(module.weight) if rows is None else rows)
+        if isinstance(module, ShardedPositions) and module.weight.grad is not None:
+            gradients[f"{name}.weight"] = module.whole(module.weight.grad)
     return gradients
 
 
@@ -158,6 +157,13 @@ def _check(model: nn.Module, layers: dict[str, nn.Module], gather: str) -> None:
                 remedy="see lss.AttentionLayer",
             )
     for name, module in model.named_modules():
+        for kind in (nn.Dropout, LearnedPositions):
+            hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+            if isinstance(module, kind) and (type(module) is not kind or hooked):
+                raise ModelError(
+                    f"{name} is a {type(module).__name__}{' with hooks' if hooked else ''}",
+                    allowed=f"a plain {kind.__name__}, as it is replaced by one that knows positions",
+                )
         if isinstance(module, _REFUSED):
             raise ModelError(
                 f"{name or 'the model'} is a {type(module).__name__}, which may mix tokens outside attention or draws "
@@ -208,5 +214,5 @@ def _replace(model: nn.Module, names: list[str], module: nn.Module) -> None:
 def _begin(
     context: SequenceContext, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    context.begin(kwargs.pop("segment", None))
+    context.begin(kwargs.pop("segment", None), training=model.training)
     return args, kwargs

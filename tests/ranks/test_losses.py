@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import lss
 from lss import losses
+from lss.errors import LayoutError
 from tests.models import assert_same, tiny_gpt
 from tests.ranks.test_parity import whole_gradients
 
@@ -69,7 +70,6 @@ def share(kind: str, model: nn.Module, batch: dict, rows: slice) -> Tensor:
     """What a rank computes, through this package."""
     outputs = model(batch["tokens"], segment=batch["segment"])
     labels, valid = batch["labels"], batch["valid"]
-    groups = lss.context_of(model).data.size
     if kind == "cross_entropy":
         return losses.token_mean_cross_entropy(outputs, labels, losses.count_tokens(model, labels))
     if kind == "chunked":
@@ -83,17 +83,16 @@ def share(kind: str, model: nn.Module, batch: dict, rows: slice) -> Tensor:
         count = losses.count_tokens(model, valid)
         return losses.token_mean_binary_cross_entropy(outputs, batch["targets"] > 0, valid, count)
     if kind == "preference":
-        found = losses.sequence_log_probability(model, outputs, labels).view(-1, 2)
+        found = losses.sequence_log_probability(model, outputs, labels, batch["segment"]).view(-1, 2)
         reference = data()["reference"][rows].view(-1, 2)
         return losses.preference(model, found[:, 0], found[:, 1], reference[:, 0], reference[:, 1])
     if kind == "ctc":
         targets, size = torch.tensor([[1, 2, 3]]).expand(outputs.size(0), -1), torch.full((outputs.size(0),), 3)
-        lengths = data()["valid"][rows].sum(1)
-        return losses.connectionist_temporal_classification(model, outputs, targets, lengths, size)
-    means = losses.sequence_mean(model, outputs)
+        return losses.connectionist_temporal_classification(model, outputs, batch["segment"], targets, size)
+    means = losses.sequence_mean(model, outputs, batch["segment"])
     if kind == "classification":
         targets = torch.arange(NUM_SEQUENCES)[rows]
-        return losses.sequence_share(model, F.cross_entropy(means, targets) / groups)
+        return losses.share_of_mean(model, F.cross_entropy(means, targets, reduction="none"))
     first, second = means.view(-1, 2, VOCABULARY).unbind(1)
     if kind == "ranking":
         return losses.ranking(model, first.square().sum(-1), second.square().sum(-1))
@@ -112,7 +111,7 @@ def over_ranks(kind: str, sequence: int, groups: int) -> tuple[float, dict[str, 
     loss = share(kind, model, batch, rows)
     loss.backward()
     lss.average_gradients(model)
-    rows_of_loss = [row for row in context.ledger.rows() if row["layer"] == "losses"]
+    rows_of_loss = [row for row in context.ledger.rows() if row["layer"] == "losses" and row["pass"] != "step"]
     return context.sum_over_ranks(loss.detach()).item(), whole_gradients(model), rows_of_loss
 
 
@@ -191,3 +190,61 @@ def test_logits_of_all_tokens_never_exist():
             hidden, weight, torch.zeros(1, 512).long(), torch.tensor(512.0), chunk=16
         ).backward()
     assert seen.largest <= 16 * 3000
+
+
+def two_forwards(sequence: int) -> tuple[float, dict[str, Tensor]]:
+    """Both sides of a preference go through the model before either loss is taken; only one is padded."""
+    mesh = lss.init_mesh(sequence, device="cpu")
+    model = lss.parallelize(tiny_gpt(LENGTH), mesh)
+    found = []
+    for rows in (slice(0, 1), slice(1, 2)):
+        whole = {name: part[rows] for name, part in data().items() if name in ("tokens", "labels")}
+        whole["attention_mask"] = data()["valid"][rows]
+        batch = lss.shard(whole, mesh, shift_labels=0)
+        found.append((model(batch["tokens"], segment=batch["segment"]), batch))
+    better, worse = (losses.sequence_log_probability(model, out, b["labels"], b["segment"]) for out, b in found)
+    loss = losses.preference(model, better, worse, data()["reference"][:1], data()["reference"][1:2])
+    loss.backward()
+    lss.average_gradients(model)
+    return lss.context_of(model).sum_over_ranks(loss.detach()).item(), whole_gradients(model)
+
+
+def test_losses_know_the_batch_that_they_come_from(ranks):
+    model, given = tiny_gpt(LENGTH), data()
+    found = []
+    for row in (0, 1):
+        size = int(given["valid"][row].sum())
+        logits = model(given["tokens"][row : row + 1, :size])
+        found.append(-F.cross_entropy(logits[0], given["labels"][row, :size], reduction="sum"))
+    reference = given["reference"]
+    expected = -F.logsigmoid(0.1 * ((found[0] - reference[0]) - (found[1] - reference[1])))
+    expected.backward()
+    for loss, gradients in ranks.run(two_forwards, 3, 3):
+        assert loss == pytest.approx(expected.item(), rel=1e-10)
+        for name, weight in model.named_parameters():
+            assert_same(gradients[name], weight.grad, name)
+
+
+def unequal_groups() -> tuple[float, str]:
+    mesh = lss.init_mesh(1, 2, device="cpu")
+    model = lss.parallelize(tiny_gpt(LENGTH), mesh)
+    own = torch.tensor([[1.0, 2.0, 3.0], [5.0]][lss.context_of(model).data.rank])
+    share_of_ranking = losses.ranking(model, own, torch.zeros_like(own))
+    with pytest.raises(LayoutError) as raised:
+        losses.contrastive(model, own[:, None], own[:, None])
+    return lss.context_of(model).sum_over_ranks(share_of_ranking).item(), str(raised.value)
+
+
+def test_means_are_over_the_pairs_of_all_groups(ranks):
+    expected = F.softplus(-torch.tensor([1.0, 2.0, 3.0, 5.0])).mean().item()
+    for loss, message in ranks.run(unequal_groups, 2):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert "[3, 1] pairs" in message
+
+
+def test_masks_of_numbers_and_other_shapes_are_refused():
+    model = lss.parallelize(tiny_gpt(LENGTH), None)
+    with pytest.raises(LayoutError, match="a mask of numbers"):
+        losses.count_tokens(model, torch.ones(1, 4))
+    with pytest.raises(LayoutError, match="one shape"):
+        losses.token_mean_squared_error(torch.ones(1, 4, 1), torch.ones(1, 4), torch.ones(1, 4) > 0, torch.tensor(4))

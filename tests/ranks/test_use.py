@@ -164,6 +164,37 @@ def padded_table() -> nn.Module:
     return model
 
 
+class OwnDropout(nn.Dropout):
+    def forward(self, values):
+        return values * (1 + self.p)
+
+
+def own_dropout() -> nn.Module:
+    model = tiny_gpt(4)
+    model.embedding_dropout = OwnDropout(0.5)
+    return model
+
+
+def masks_of_calls() -> list[float]:
+    """Two forwards for each backward, and an evaluation: every training call has a mask of its own."""
+    model = lss.parallelize(tiny_gpt(TABLE, dropout=0.5), None)
+    batch = lss.shard({"tokens": torch.ones(1, TABLE, dtype=torch.int64)}, None)
+    found = []
+    for step in range(3):
+        outputs = [model(batch["tokens"], segment=batch["segment"]).sum() for _ in range(2)]
+        sum(outputs).backward()
+        if step == 1:
+            model.eval()(batch["tokens"], segment=batch["segment"])
+            model.train()
+        found += [output.item() for output in outputs]
+    return found
+
+
+def test_no_mask_is_used_twice():
+    found = masks_of_calls()
+    assert len(set(found)) == 6
+
+
 def without(attribute: str) -> nn.Module:
     model = tiny_gpt(4)
     delattr(model.blocks[0].attention, attribute)
@@ -260,6 +291,7 @@ def refusals() -> list[str]:
         lambda: lss.shard({"tokens": tokens, "targets": tokens}, mesh),
         lambda: lss.parallelize(tiny_gpt(4), DeviceMesh("cpu", [0], mesh_dim_names=("tensor",))),
         lambda: lss.parallelize(padded_table(), mesh),
+        lambda: lss.parallelize(own_dropout(), mesh),
         lambda: lss.init_mesh(2, device="cpu"),
         lambda: lss.init_mesh(1, device="tpu"),
     ]
@@ -293,6 +325,7 @@ def test_misuse_is_refused_by_name(ranks):
         "integer 'targets'",
         "a DeviceMesh with the axes tensor",
         "positions has padding_idx=1",
+        "embedding_dropout is a OwnDropout",
         "the world has 1",
         "'tpu'",
     ]

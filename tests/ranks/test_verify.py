@@ -162,6 +162,30 @@ def wrong():
 
 def nonsense():
     return 3
+
+def rotary():
+    class Mixed(GPT):
+        def forward(self, tokens):
+            logits = super().forward(tokens)
+            return logits + logits.mean(1, keepdim=True)
+    torch.manual_seed(0)
+    text = torch.randint(17, (1, 10))
+    shape = GPTConfig(16, 1, 2, vocabulary=17, max_length=9, positions="rotary")
+    return Mixed(shape), {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+def buffered():
+    model, batch = make(GPT)
+    model.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+    model.blocks.requires_grad_(False)
+    model.positions.requires_grad_(False)
+    return model, batch
+
+def boom():
+    raise ArithmeticError("no")
+
+def badly_named():
+    model, batch = make(GPT)
+    return model, {"input": batch["tokens"], "labels": batch["labels"]}
 """
 
 
@@ -173,7 +197,14 @@ def test_the_command_on_a_users_function(tmp_path, monkeypatch):
     assert done.returncode == 4
     assert "NOT EQUAL" in done.stdout
     assert not json.loads((tmp_path / "r.json").read_text())["passed"]
+    assert run(*LSS, "verify", "mine:buffered").returncode == 0
+    done = run(*LSS, "verify", "mine:rotary")
+    assert done.returncode == 4
+    assert "first module whose output differs: Mixed" in done.stdout
     for target_name, part in {
+        "mine:boom": "failed: ArithmeticError: no",
+        "mine:badly_named": "the plain model cannot be run on the batch: TypeError",
+        ":f": "cannot be imported",
         "mine:nonsense": "returned a int",
         "mine:missing": "cannot be imported",
         "nowhere:f": "cannot be imported",

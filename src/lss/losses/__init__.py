@@ -11,6 +11,7 @@ from lss.losses.sequence import (
     sequence_mean,
     sequence_share,
     sequence_sum,
+    share_of_mean,
 )
 from lss.losses.token import (
     count_tokens,
@@ -32,6 +33,7 @@ __all__ = [
     "sequence_mean",
     "sequence_share",
     "sequence_sum",
+    "share_of_mean",
     "token_mean",
     "token_mean_binary_cross_entropy",
     "token_mean_cross_entropy",

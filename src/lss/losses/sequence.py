@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lss.batch import IGNORE_INDEX
+from lss.batch import IGNORE_INDEX, Segment
 from lss.collectives import gather, sum_over
-from lss.context import SequenceContext, context_of
+from lss.context import context_of
+from lss.documents import Documents
+from lss.documents import whole as whole_sequences
+from lss.errors import LayoutError
+from lss.losses.token import wide
 
 
 def sequence_share(model: nn.Module, loss_of_group: Tensor) -> Tensor:
@@ -26,34 +30,50 @@ def sequence_share(model: nn.Module, loss_of_group: Tensor) -> Tensor:
     return loss_of_group / context_of(model).sequence.size
 
 
-def sequence_sum(model: nn.Module, values: Tensor) -> Tensor:
-    """Sum over the tokens of each sequence, on every rank of its group: [B, S, ...] to [B, ...]. Padding is left out.
+def share_of_mean(model: nn.Module, values: Tensor) -> Tensor:
+    """This rank's share of the mean over the sequences (or pairs) of all data groups, which may have unequal numbers.
 
-    Costs one all-reduce of the result, forward and backward. Of a batch of packed documents it is the sum over all of a
-    sequence's documents.
+    Args:
+        model: The parallelized model.
+        values: [sequences of this group], the same on every rank of the sequence group.
+    """
+    count = torch.tensor([float(values.numel())], dtype=torch.float64, device=values.device)
+    context_of(model).data.all_reduce_(count, layer="losses", phase="step")
+    return sequence_share(model, values.sum() / count[0].to(values.dtype))
+
+
+def sequence_sum(model: nn.Module, values: Tensor, segment: Segment) -> Tensor:
+    """Sum over the tokens of each sequence, on every rank of its group: [B, S, ...] to [B, ...], in float32 or wider.
+
+    Padding is left out. Costs one all-reduce of the result, forward and backward. Of packed documents it is the sum
+    over all of a sequence's documents.
+
+    Args:
+        model: The parallelized model.
+        values: [B, S, ...] of this rank's slots.
+        segment: What `shard` returned with the batch that they come from.
     """
     context = context_of(model)
-    valid = _valid(context, values).view(*values.shape[:2], *[1] * (values.dim() - 2))
-    return sum_over((values * valid).sum(1), context.sequence, "losses")
+    padding = ~_real(segment, context.sequence.rank, values)
+    total = wide(values).masked_fill(padding.view(*values.shape[:2], *[1] * (values.dim() - 2)), 0.0).sum(1)
+    return sum_over(total, context.sequence, "losses")
 
 
-def sequence_mean(model: nn.Module, values: Tensor) -> Tensor:
+def sequence_mean(model: nn.Module, values: Tensor, segment: Segment) -> Tensor:
     """Mean over the real tokens of each sequence, as in mean pooling: [B, S, ...] to [B, ...]; see `sequence_sum`."""
-    context = context_of(model)
-    documents = context.present.documents
-    lengths = [sum(stop - start for start, stop in spans) for spans in documents] if documents else []
-    counts = values.new_tensor(lengths or [context.layout.length] * values.size(0)).clamp(min=1)
-    return sequence_sum(model, values) / counts.view(-1, *[1] * (values.dim() - 2))
+    lengths = [sum(stop - start for start, stop in spans) for spans in _documents(segment, values)]
+    counts = torch.tensor(lengths, device=values.device).clamp(min=1)
+    return sequence_sum(model, values, segment) / counts.view(-1, *[1] * (values.dim() - 2))
 
 
-def sequence_log_probability(model: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+def sequence_log_probability(model: nn.Module, logits: Tensor, labels: Tensor, segment: Segment) -> Tensor:
     """Log-probability of each sequence's labels: [B, S, vocabulary] and int64 [B, S] to [B], in float32 or wider.
 
     Labels are shifted already; -100 is ignored. Costs as `sequence_sum`, of [B].
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    by_token = -F.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-    return sequence_sum(model, by_token.view(labels.shape))
+    rows = wide(logits).flatten(0, 1)
+    by_token = -F.cross_entropy(rows, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    return sequence_sum(model, by_token.view(labels.shape), segment)
 
 
 def ranking(model: nn.Module, better: Tensor, worse: Tensor) -> Tensor:
@@ -61,11 +81,10 @@ def ranking(model: nn.Module, better: Tensor, worse: Tensor) -> Tensor:
 
     Args:
         model: The parallelized model.
-        better: [B], scores of sequences, from `sequence_sum` or `sequence_mean`.
-        worse: [B], scores of their rivals.
+        better: [pairs], scores of sequences, from `sequence_sum` or `sequence_mean`.
+        worse: [pairs], scores of their rivals.
     """
-    groups = context_of(model).data.size
-    return sequence_share(model, -F.logsigmoid(better - worse).mean() / groups)
+    return share_of_mean(model, -F.logsigmoid(better - worse))
 
 
 def preference(
@@ -80,10 +99,10 @@ def preference(
 
     Args:
         model: The parallelized model.
-        better: [B], log-probabilities of preferred answers, from `sequence_log_probability`.
-        worse: [B], of the others.
-        reference_better: [B], of preferred answers under the reference model; without gradient.
-        reference_worse: [B], of the others.
+        better: [pairs], log-probabilities of preferred answers, from `sequence_log_probability`.
+        worse: [pairs], of the others.
+        reference_better: [pairs], of preferred answers under the reference model; without gradient.
+        reference_worse: [pairs], of the others.
         beta: Strength of the pull to the reference.
     """
     return ranking(model, beta * (better - reference_better), beta * (worse - reference_worse))
@@ -96,11 +115,18 @@ def contrastive(model: nn.Module, first: Tensor, second: Tensor, temperature: fl
 
     Args:
         model: The parallelized model.
-        first: [B, E], embeddings of sequences, from `sequence_mean`.
+        first: [B, E], embeddings of sequences, from `sequence_mean`; the same B in all data groups.
         second: [B, E], of their partners.
         temperature: Divides the cosine similarities.
+
+    Raises:
+        LayoutError: Data groups have different numbers of pairs.
     """
     context = context_of(model)
+    numbers = torch.tensor([first.size(0)], device=first.device)
+    everywhere = context.data.all_gather(numbers, layer="losses", phase="step")
+    if (everywhere != numbers).any():
+        raise LayoutError(f"data groups of {everywhere.tolist()} pairs", allowed="as many pairs in every data group")
     pairs = torch.stack((F.normalize(first, dim=-1), F.normalize(second, dim=-1)), 1)
     everyone = gather(pairs, context.data, "losses")  # [B, 2, E] -> [M * B, 2, E]
     similarities = pairs[:, 0] @ everyone[:, 1].T / temperature
@@ -108,41 +134,48 @@ def contrastive(model: nn.Module, first: Tensor, second: Tensor, temperature: fl
     return sequence_share(model, F.cross_entropy(similarities, own) / context.data.size)
 
 
-def gather_sequences(model: nn.Module, values: Tensor) -> Tensor:
+def gather_sequences(model: nn.Module, values: Tensor, segment: Segment) -> Tensor:
     """Whole sequences on every rank of the group, in the graph: [B, S, ...] to [B, L, ...].
 
     For losses that need all tokens at once. Costs an all-gather of everything forward and a reduce-scatter backward.
     """
-    context = context_of(model)
-    whole = gather(values.transpose(0, 1), context.sequence, "losses")  # [S, B, ...] -> [N * S, B, ...]
-    return context.layout.unshard(whole, dim=0).transpose(0, 1)
+    whole = gather(values.transpose(0, 1), context_of(model).sequence, "losses")  # [S, B, ...] -> [N * S, B, ...]
+    return segment.layout.unshard(whole, dim=0).transpose(0, 1)
 
 
 def connectionist_temporal_classification(
-    model: nn.Module, logits: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0
+    model: nn.Module, logits: Tensor, segment: Segment, targets: Tensor, target_lengths: Tensor, blank: int = 0
 ) -> Tensor:
     """Share of the CTC loss, the mean over sequences of torch's `ctc_loss` divided by target length; costs a gather.
 
     Args:
         model: The parallelized model.
         logits: [B, S, classes].
+        segment: What `shard` returned with the batch; its padding, on the right, says how long sequences are.
         targets: int64 [B, targets], whole on every rank.
-        input_lengths: int64 [B], tokens of each sequence.
         target_lengths: int64 [B].
         blank: The blank class.
+
+    Raises:
+        LayoutError: Sequences are padded on the left or packed.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    log_probabilities = gather_sequences(model, wide.log_softmax(-1)).transpose(0, 1)  # [B, L, C] -> [L, B, C]
-    loss = F.ctc_loss(log_probabilities, targets, input_lengths, target_lengths, blank)
-    return sequence_share(model, loss / context_of(model).data.size)
+    documents = _documents(segment, logits)
+    if any(len(spans) > 1 or (spans and spans[0][0]) for spans in documents):
+        raise LayoutError("CTC over packed or left-padded sequences", allowed="one sequence a row, padded on the right")
+    lengths = torch.tensor([spans[0][1] if spans else 0 for spans in documents])
+    log_probabilities = gather_sequences(model, wide(logits).log_softmax(-1), segment).transpose(0, 1)  # [L, B, C]
+    losses = F.ctc_loss(log_probabilities, targets, lengths, target_lengths, blank, reduction="none")
+    return share_of_mean(model, losses / target_lengths.clamp(min=1).to(losses))
 
 
-def _valid(context: SequenceContext, values: Tensor) -> Tensor:
-    """Slots of this rank that hold a real token: [B, S], in the dtype of `values`."""
-    layout, rank = context.layout, context.sequence.rank
-    real = values.new_zeros(values.size(0), layout.length)
-    documents = context.present.documents or (((0, layout.length),),) * values.size(0)
-    for row, spans in enumerate(documents):
+def _documents(segment: Segment, values: Tensor) -> Documents:
+    return segment.documents or whole_sequences(values.size(0), segment.layout.length)
+
+
+def _real(segment: Segment, rank: int, values: Tensor) -> Tensor:
+    """Slots of this rank that hold a real token: bool [B, S]."""
+    real = torch.zeros(values.size(0), segment.layout.length, dtype=torch.bool, device=values.device)
+    for row, spans in enumerate(_documents(segment, values)):
         for start, stop in spans:
-            real[row, start:stop] = 1
-    return layout.shard(real, rank, dim=1, fill=0)
+            real[row, start:stop] = True
+    return segment.layout.shard(real, rank, dim=1, fill=0)

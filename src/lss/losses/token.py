@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
 from lss.context import context_of
+from lss.errors import LayoutError
 
 
 def count_tokens(model: nn.Module, *labels: Tensor) -> Tensor:
@@ -19,6 +20,8 @@ def count_tokens(model: nn.Module, *labels: Tensor) -> Tensor:
         model: The parallelized model.
         labels: Integer labels, of which -100 is ignored, or boolean masks of what counts.
     """
+    if any(part.is_floating_point() for part in labels):
+        raise LayoutError("a mask of numbers to count", allowed="integer labels, or boolean masks of what counts")
     counts = [(part if part.dtype == torch.bool else part != IGNORE_INDEX).sum() for part in labels]
     return context_of(model).sum_over_ranks(torch.stack(counts).sum().double())
 
@@ -37,19 +40,22 @@ def token_mean_cross_entropy(logits: Tensor, labels: Tensor, count: Tensor) -> T
     Returns:
         A scalar in float32, or in float64 for float64 logits.
     """
-    total = F.cross_entropy(_wide(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    total = F.cross_entropy(wide(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return _divided(total, count)
 
 
 def token_mean_squared_error(outputs: Tensor, targets: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """This rank's share of the mean squared error; as `token_mean`, of squared differences."""
-    return token_mean(F.mse_loss(_wide(outputs), targets.to(_wide(outputs).dtype), reduction="none"), valid, count)
+    if outputs.shape != targets.shape:
+        raise LayoutError(f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}", allowed="one shape")
+    return token_mean(F.mse_loss(wide(outputs), targets.to(wide(outputs).dtype), reduction="none"), valid, count)
 
 
 def token_mean_binary_cross_entropy(logits: Tensor, targets: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """This rank's share of the mean binary cross-entropy of logits; as `token_mean`, in nats."""
-    wide = _wide(logits)
-    return token_mean(F.binary_cross_entropy_with_logits(wide, targets.to(wide.dtype), reduction="none"), valid, count)
+    values = wide(logits)
+    losses = F.binary_cross_entropy_with_logits(values, targets.to(values.dtype), reduction="none")
+    return token_mean(losses, valid, count)
 
 
 def token_mean(values: Tensor, valid: Tensor, count: Tensor) -> Tensor:
@@ -60,11 +66,12 @@ def token_mean(values: Tensor, valid: Tensor, count: Tensor) -> Tensor:
         valid: bool [B, S], false on padding and on empty slots.
         count: The global number of valid tokens: `count_tokens(model, valid)`.
     """
-    by_token = values.flatten(2).mean(-1) if values.dim() > 2 else values
-    return _divided(by_token.masked_fill(~valid, 0.0).sum(), count)
+    by_token = wide(values).flatten(2).mean(-1) if values.dim() > 2 else wide(values)
+    return _divided(by_token.masked_fill(~valid.bool(), 0.0).sum(), count)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def wide(tensor: Tensor) -> Tensor:
+    """In float32, or float64 as it is."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

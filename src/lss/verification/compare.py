@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +25,7 @@ class Check:
     Args:
         kind: `loss`, `output`, `gradient`, `norm`, `parameter`, `dropout`, `replicas` or `sanity`.
         name: Of the parameter, or what was looked at.
-        error: Largest relative error over all ranks; NaN where something is not finite.
+        error: Largest relative error over all ranks; infinite where shapes differ or something is not finite.
         bound: What rounding can explain.
         note: What a failure means.
     """
@@ -69,13 +70,13 @@ class Report:
         return all(check.passed for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """`passed`, `title`, `first_forward`, `first_backward`, and `checks`, worst first."""
+        """`passed`, `title`, `first_forward`, `first_backward`, and `checks`, worst first; infinite errors are null."""
         return {
             "passed": self.passed,
             "title": self.title,
             "first_forward": self.first_forward,
             "first_backward": self.first_backward,
-            "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
+            "checks": [asdict(check) | {"error": _json(check.error), "passed": check.passed} for check in self.checks],
         }
 
     def render(self, limit: int = 12) -> RenderableType:
@@ -100,6 +101,10 @@ class Report:
         return Group(*lines)
 
 
+def _json(error: float) -> float | None:
+    return error if math.isfinite(error) else None  # JSON knows neither NaN nor infinity
+
+
 def report(title: str, checks: Iterable[Check], first_forward: str = "", first_backward: str = "") -> Report:
     """A report with the worst check first."""
     ordered = sorted(checks, key=lambda check: check.excess, reverse=True)
@@ -115,8 +120,9 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
         return float("inf")
     if not expected.numel():
         return 0.0
-    difference = (actual.double() - expected.double()).abs().max().item()
-    scale = max(expected.abs().max().item(), floor)
+    found, wanted = actual.double(), expected.double()
+    difference = (found - wanted).masked_fill(found == wanted, 0.0).abs().max().item()  # equal infinities are equal
+    scale = max(wanted.abs().masked_fill(wanted.isinf(), 0.0).max().item(), floor)
     if difference == 0:
         return 0.0
     return difference / scale if scale else float("inf")

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lss.attention import Gather
 from lss.batch import shard
-from lss.collectives import Axis
+from lss.collectives import Axis, agree
 from lss.context import SequenceContext, context_of
+from lss.errors import LayoutError, ModelError
 from lss.gradients import average_gradients, clip_gradient_norm, replicas_that_differ
 from lss.losses import count_tokens
 from lss.parallelize import full_gradients, full_state_dict, parallelize
@@ -70,11 +72,13 @@ def verify(
     Returns:
         A report; `report.passed` says whether all checks hold. The same on every rank.
     """
+    if steps < 1:
+        raise LayoutError(f"steps={steps}", allowed="at least 1")
     plain, whole = _in_float64(model, batch, torch.device(mesh.device_type))
     setting = Setting(whole, mesh, gather, loss_sum)
     bare, had_dropout = without_dropout(plain)
     progress("serial run")
-    serial = _run_serially(copy.deepcopy(bare), setting, steps)
+    serial = agree(partial(_run_serially, copy.deepcopy(bare), setting, steps))
     progress("run over ranks")
     ranks, context = _run_over_ranks(copy.deepcopy(bare), setting, mesh, steps, CLIP_SHARE * serial.norm)
     checks = _compare(ranks, serial, setting, context, _bound(plain, setting))
@@ -93,11 +97,25 @@ def verify(
 def _in_float64(
     model: nn.Module, batch: Mapping[str, Tensor], device: torch.device
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    whole = {name: (part.double() if part.is_floating_point() else part).to(device) for name, part in batch.items()}
+    whole = {
+        name: (part.double() if part.is_floating_point() else part).to(device) if isinstance(part, Tensor) else part
+        for name, part in batch.items()
+    }
     return copy.deepcopy(model).double().to(device).train(), whole
 
 
 def _run_serially(model: nn.Module, setting: Setting, steps: int) -> Run:
+    """The serial run; what goes wrong in the user's own code is said in a line."""
+    try:
+        return _run_plainly(model, setting, steps)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        raise ModelError(
+            f"the plain model cannot be run on the batch: {type(error).__name__}: {str(error).splitlines()[0]}",
+            allowed="a model of the batch's tensors by name that returns one tensor, and a loss of it and the labels",
+        ) from error
+
+
+def _run_plainly(model: nn.Module, setting: Setting, steps: int) -> Run:
     """Plain PyTorch: nothing of this package is called."""
     run, labels = Run(), setting.batch["labels"]
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -220,9 +238,7 @@ def _used(context: SequenceContext) -> list[Axis]:
 def _sent(axis: Axis) -> bool:
     ledger = axis.ledger
     averaged = ledger.total(axis=axis.name, layer="gradients")[0] > 0
-    if axis.name == "data":
-        return averaged
-    return averaged and all(ledger.total(axis=axis.name, phase=phase)[0] > 0 for phase in ("forward", "backward"))
+    return averaged and (axis.name == "data" or ledger.total(axis=axis.name, phase="forward")[0] > 0)
 
 
 def _sane(name: str, good: bool, note: str) -> Check:

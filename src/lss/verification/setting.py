@@ -47,6 +47,13 @@ class Setting:
                 allowed="the model's arguments by name, and `labels`, shifted already",
             )
 
+        wrong = [name for name, part in self.batch.items() if not isinstance(part, Tensor) or part.dim() < 2]
+        if wrong or self.batch["labels"].is_floating_point():
+            raise LayoutError(
+                f"a batch whose {', '.join(wrong) or 'labels'} cannot be cut",
+                allowed="tensors [B, L, ...], and labels of integers, of which -100 is ignored",
+            )
+
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The model's arguments."""

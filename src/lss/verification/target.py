@@ -51,7 +51,15 @@ class Target:
             raise ConfigError(
                 f"target {self.name!r}", allowed=f"a preset ({', '.join(PRESETS)}), a .toml file, or module:function"
             )
-        return _checked(self.name, _function(self.name)())
+        function = _function(self.name)
+        try:
+            returned = function()
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            raise ConfigError(
+                f"target {self.name!r} failed: {type(error).__name__}: {error}",
+                allowed="a function without arguments that returns (model, batch)",
+            ) from error
+        return _checked(self.name, returned)
 
     def _gpt(self, config: Config) -> tuple[nn.Module, dict[str, Tensor]]:
         length = self.length or config.data.length
@@ -66,7 +74,7 @@ def _function(name: str) -> Callable[[], Any]:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # whatever importing the user's module raises
         raise ConfigError(
             f"target {name!r} cannot be imported: {error}",
             allowed="module:function, found from the present folder or installed",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +26,28 @@ class Trace:
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    num_calls: Counter[str] = field(default_factory=Counter)
 
     def watch(self, model: nn.Module) -> None:
-        """Record every module's first call."""
+        """Record every module that is called once."""
         for name, module in model.named_modules():
             module.register_forward_hook(self._hook(name or type(model).__name__))
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and name not in self.outputs:
+            self.num_calls[name] += 1
+            if self.num_calls[name] > 1:  # calls of one module may come in another order over ranks
+                self.outputs.pop(name, None)
+            elif isinstance(output, Tensor):
                 self.outputs[name] = output.detach()
                 if output.requires_grad:
-                    output.register_hook(lambda gradient: self.gradients.setdefault(name, gradient.detach()))
+                    output.register_hook(partial(self._note_gradient, name))
 
         return record
+
+    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+        if self.num_calls[name] == 1:
+            self.gradients[name] = gradient.detach()
 
 
 def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple[str, str]:
