@@ -67,7 +67,6 @@ class Site:
         """Factor of the kept values."""
         return LEVELS / (LEVELS - self.dropped_levels) if self.dropped_levels < LEVELS else 0.0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def keep(self, sample: int, first_position: int, num_positions: int, features: int, device: torch.device) -> Tensor:
         """True where a value is kept: bool [num_positions, features].
 
