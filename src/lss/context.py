@@ -166,3 +166,8 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which matrix products of `tensor` run: autocast's where it is on, else its own."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32, or float64 as it is: the dtype in which sums are taken."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lss.context import wide
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -66,11 +68,6 @@ def why(kernel: Kernel, device: torch.device, drops_weights: bool) -> str:
     if drops_weights and device.type == "cpu":
         return f"{kernel.name} ({FLASH_CPU.name} cannot drop attention weights)"
     return kernel.name
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """In float32, or float64 as it is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _flash_cpu_forward(given: Operands) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,10 @@ from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX, Segment
 from lss.collectives import gather, sum_over
-from lss.context import context_of
+from lss.context import context_of, wide
 from lss.documents import Documents
 from lss.documents import whole as whole_sequences
 from lss.errors import LayoutError
-from lss.losses.token import wide
 
 
 def sequence_share(model: nn.Module, loss_of_group: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
-from lss.context import context_of
+from lss.context import context_of, wide
 from lss.errors import LayoutError
 
 
@@ -68,11 +68,6 @@ def token_mean(values: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     """
     by_token = wide(values).flatten(2).mean(-1) if values.dim() > 2 else wide(values)
     return _divided(by_token.masked_fill(~valid.bool(), 0.0).sum(), count)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """In float32, or float64 as it is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _divided(total: Tensor, count: Tensor) -> Tensor:
