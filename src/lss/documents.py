@@ -95,27 +95,34 @@ def whole(num_sequences: int, length: int) -> Documents:
     return (((0, length),),) * num_sequences
 
 
-def positions_within(documents: Documents, length: int) -> Tensor:
-    """Position of each token in its document, 0 in padding: int64 [B, L]."""
-    positions = torch.zeros(len(documents), length, dtype=torch.int64)
+def starts(documents: Documents, length: int) -> Tensor:
+    """First slot of each token's document, which tells documents of a sequence apart; -1 in padding: int64 [B, L]."""
+    found = torch.full((len(documents), length), -1)
     for row, spans in enumerate(documents):
         for start, stop in spans:
-            positions[row, start:stop] = torch.arange(stop - start)
-    return positions
+            found[row, start:stop] = start
+    return found
+
+
+def positions_within(documents: Documents, length: int) -> Tensor:
+    """Position of each token in its document, 0 in padding: int64 [B, L]."""
+    first = starts(documents, length)
+    return (torch.arange(length) - first).masked_fill(first < 0, 0)
 
 
 def shift(labels: Tensor, offset: int, documents: Documents, ignored: int) -> Tensor:
     """Labels of the token `offset` places on, in the same document; `ignored` where it has none, and in padding.
 
     Args:
-        labels: [B, L]; with offset 0 they are shifted already, and only padding is ignored.
+        labels: [B, L, ...]; with offset 0 they are shifted already, and only padding is ignored.
         offset: 0, 1, 2, ...
         documents: The spans of each sequence.
         ignored: The label that losses ignore.
     """
+    length = labels.size(1)
+    first = starts(documents, length).to(labels.device)
+    here, there = first[:, : max(0, length - offset)], first[:, offset:]
+    valid = ((here == there) & (there >= 0)).view(*here.shape, *[1] * (labels.dim() - 2))
     shifted = torch.full_like(labels, ignored)
-    for row, spans in enumerate(documents):
-        for start, stop in spans:
-            if stop - start > offset:
-                shifted[row, start : stop - offset] = labels[row, start + offset : stop]
+    shifted[:, : here.size(1)] = labels[:, offset:].where(valid, ignored)
     return shifted

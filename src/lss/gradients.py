@@ -138,5 +138,5 @@ def _squared_sum(weights: list[nn.Parameter]) -> Tensor:
 
 
 def _bit_sum(weight: Tensor) -> Tensor:
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(weight.element_size(), torch.int64)
     return weight.detach().contiguous().view(bits).sum(dtype=torch.int64)

@@ -166,6 +166,9 @@ def test_chunked_cross_entropy_is_that_of_the_head(bias, chunk):
     count = torch.tensor(9.0)
     actual = 3 * losses.linear_cross_entropy(hidden, head.weight, labels, count, bias=head.bias, chunk=chunk)
     assert_same(actual, expected, "loss", 1e-13)
+    with torch.no_grad():
+        alone = losses.linear_cross_entropy(hidden, head.weight, labels, count, bias=head.bias, chunk=chunk)
+    assert_same(3 * alone, expected, "loss without gradients", 1e-13)
     for found, reference in zip(torch.autograd.grad(actual, [hidden, *head.parameters()]), wanted, strict=True):
         assert_same(found, reference, "gradient", 1e-13)
 

@@ -5,15 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lss
 from lss.collectives import agree, agree_equal, from_first_rank
-from lss.errors import DataError, LayoutError, MeshError, ModelError
-from lss.models import GPTConfig
-from lss.models.gpt import Attention
+from lss.errors import DataError, LayoutError, MeshError
 from tests.models import assert_same, tiny_gpt, tokens_and_labels
 from tests.ranks.test_parity import whole_gradients
 
@@ -126,55 +123,6 @@ def test_all_ranks_fail_together(ranks):
     assert results[0][2] == "of 0"
 
 
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gpt = tiny_gpt(4)
-        self.mix = nn.Conv1d(4, 4, 3)
-
-
-def shared_dropout(mesh) -> nn.Module:
-    model = tiny_gpt(4, dropout=0.5)
-    model.blocks[1].feed_forward_residual_dropout = model.embedding_dropout
-    return lss.parallelize(model, mesh)
-
-
-class MaskedAttention(Attention):
-    """Takes a mask, as many models' attention does."""
-
-    def forward(self, x, positions, mask=None):
-        return super().forward(x, positions)
-
-
-class Masked(nn.Module):
-    """Hands its attention a mask that no segment can honour."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(17, 24)
-        self.attention = MaskedAttention(GPTConfig(24, 1, 4))
-
-    def forward(self, tokens):
-        return self.attention(self.tokens(tokens), None, mask=torch.ones(4, 4))
-
-
-def padded_table() -> nn.Module:
-    model = tiny_gpt(4)
-    model.positions.padding_idx = 1
-    return model
-
-
-class OwnDropout(nn.Dropout):
-    def forward(self, values):
-        return values * (1 + self.p)
-
-
-def own_dropout() -> nn.Module:
-    model = tiny_gpt(4)
-    model.embedding_dropout = OwnDropout(0.5)
-    return model
-
-
 def masks_of_calls() -> list[float]:
     """Two forwards for each backward, and an evaluation: every training call has a mask of its own."""
     model = lss.parallelize(tiny_gpt(TABLE, dropout=0.5), None)
@@ -193,20 +141,6 @@ def masks_of_calls() -> list[float]:
 def test_no_mask_is_used_twice():
     found = masks_of_calls()
     assert len(set(found)) == 6
-
-
-def without(attribute: str) -> nn.Module:
-    model = tiny_gpt(4)
-    delattr(model.blocks[0].attention, attribute)
-    return model
-
-
-def narrow_values(mesh) -> nn.Module:
-    model = tiny_gpt(4)
-    attention = model.blocks[0].attention
-    original = attention.project_key_value
-    attention.project_key_value = lambda x, positions: (original(x, positions)[0], original(x, positions)[1][..., :3])
-    return lss.parallelize(model, mesh)
 
 
 def two_batches() -> str:
@@ -262,75 +196,6 @@ def optimizer_made_before() -> float:
 
 def test_an_optimizer_that_was_made_before_trains_the_positions(ranks):
     assert min(ranks.run(optimizer_made_before, 2)) > 0
-
-
-def refusals() -> list[str]:
-    mesh = lss.init_mesh(1, device="cpu")
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    good = lss.parallelize(tiny_gpt(4), mesh)
-    segment = lss.shard({"tokens": tokens}, mesh)["segment"]
-    attempts = [
-        lambda: lss.parallelize(good, mesh),
-        lambda: lss.parallelize(tiny_gpt(4), mesh, gather="all"),
-        lambda: lss.parallelize(nn.Linear(2, 2), mesh),
-        lambda: lss.parallelize(Convolution(), mesh),
-        lambda: good(tokens),
-        lambda: good(torch.zeros(1, 3, dtype=torch.int64), segment=segment),
-        lambda: good(
-            torch.zeros(1, 9, dtype=torch.int64), segment=lss.shard({"t": torch.zeros(1, 9)}, mesh)["segment"]
-        ),
-        lambda: lss.parallelize(tiny_gpt(4, positions="rotary"), mesh)(tokens[:, 1:], segment=segment),
-        lambda: shared_dropout(mesh)(tokens, segment=segment),
-        lambda: lss.parallelize(Masked(), mesh)(tokens, segment=segment),
-        lambda: lss.parallelize(without("is_causal"), mesh),
-        lambda: narrow_values(mesh)(tokens, segment=segment),
-        lambda: lss.average_gradients(tiny_gpt(4)),
-        lambda: lss.shard({}, mesh),
-        lambda: lss.shard({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, mesh),
-        lambda: lss.shard({"a": torch.zeros(3)}, mesh),
-        lambda: lss.shard({"tokens": tokens, "targets": tokens}, mesh),
-        lambda: lss.parallelize(tiny_gpt(4), DeviceMesh("cpu", [0], mesh_dim_names=("tensor",))),
-        lambda: lss.parallelize(padded_table(), mesh),
-        lambda: lss.parallelize(own_dropout(), mesh),
-        lambda: lss.init_mesh(2, device="cpu"),
-        lambda: lss.init_mesh(1, device="tpu"),
-    ]
-    found = []
-    for attempt in attempts:
-        with pytest.raises((ModelError, LayoutError, MeshError)) as raised:
-            attempt()
-        found.append(str(raised.value))
-    return found
-
-
-def test_misuse_is_refused_by_name(ranks):
-    (messages,) = ranks.run(refusals, 1)
-    expected = [
-        "parallelized already",
-        "x, kv, separate",
-        "no attention layer was found in Linear",
-        "mix is a Conv1d",
-        "without a segment",
-        "positions was asked for indices of shape (3,)",
-        "positions up to 8, and positions has 4 rows",
-        "blocks.0.attention was given 3 tokens of a segment that has 4 slots",
-        "dropout site 0 is used twice",
-        "attention was called with mask=...",
-        "blocks.0.attention does not say whether it is causal",
-        "blocks.0.attention has heads of widths [6, 6, 3]",
-        "was not parallelized",
-        "an empty batch",
-        "a batch of shapes",
-        "a batch of shapes",
-        "integer 'targets'",
-        "a DeviceMesh with the axes tensor",
-        "positions has padding_idx=1",
-        "embedding_dropout is a OwnDropout",
-        "the world has 1",
-        "'tpu'",
-    ]
-    for message, part in zip(messages, expected, strict=True):
-        assert part in message
 
 
 def bf16_autocast(sequence: int) -> list[float]:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
+from lss.context import wide
 
 
 def linear_cross_entropy(
@@ -32,24 +33,27 @@ def linear_cross_entropy(
         A scalar in float32 or wider.
     """
     rows = hidden.flatten(0, -2)
-    total: Tensor = _Chunked.apply(rows, weight, bias, labels.flatten(), chunk)  # type: ignore[no-untyped-call]
+    total: Tensor
+    if torch.is_grad_enabled():
+        total = _Chunked.apply(rows, weight, bias, labels.flatten(), chunk)  # type: ignore[no-untyped-call]
+    else:
+        parts = zip(rows.split(chunk), labels.flatten().split(chunk), strict=True)
+        total = torch.stack([_loss(_logits(part, weight, bias), target) for part, target in parts]).sum()
     return total / count.clamp(min=1).to(total.dtype)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> Tensor:
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        total = rows.new_zeros((), dtype=wide)
         grad_rows = torch.empty_like(rows)
-        grad_weight = torch.zeros_like(weight, dtype=wide)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        total, grad_weight = wide(rows.new_zeros(())), wide(torch.zeros_like(weight))
+        grad_bias = None if bias is None else wide(torch.zeros_like(bias))
         for part, target, to_part in zip(rows.split(chunk), labels.split(chunk), grad_rows.split(chunk), strict=True):
-            logits = F.linear(part, weight, bias).to(wide)
-            total += F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX, reduction="sum")
+            logits = _logits(part, weight, bias)
+            total += _loss(logits, target)
             gradient = _gradient_of_logits(logits, target)
             to_part.copy_(gradient.to(weight.dtype) @ weight)
-            grad_weight += (gradient.to(part.dtype).T @ part).to(wide)
+            grad_weight += (gradient.to(part.dtype).T @ part).to(grad_weight.dtype)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
         ctx.save_for_backward(grad_rows, grad_weight, grad_bias)
@@ -63,6 +67,14 @@ class _Chunked(torch.autograd.Function):
         factor, (weight_dtype, bias_dtype) = gradients[0], ctx.dtypes
         to_bias = None if grad_bias is None else (grad_bias * factor).to(bias_dtype)
         return grad_rows * factor.to(grad_rows.dtype), (grad_weight * factor).to(weight_dtype), to_bias, None, None
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return wide(F.linear(rows, weight, bias))
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _gradient_of_logits(logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,8 +13,6 @@ from torch.nn import functional as F
 from lss.batch import IGNORE_INDEX, Segment
 from lss.collectives import gather, sum_over
 from lss.context import context_of, wide
-from lss.documents import Documents
-from lss.documents import whole as whole_sequences
 from lss.errors import LayoutError
 
 
@@ -53,15 +51,14 @@ def sequence_sum(model: nn.Module, values: Tensor, segment: Segment) -> Tensor:
         segment: What `shard` returned with the batch that they come from.
     """
     context = context_of(model)
-    padding = ~_real(segment, context.sequence.rank, values)
+    padding = ~segment.layout.shard(_real(segment, values), context.sequence.rank, dim=1, fill=0)
     total = wide(values).masked_fill(padding.view(*values.shape[:2], *[1] * (values.dim() - 2)), 0.0).sum(1)
     return sum_over(total, context.sequence, "losses")
 
 
 def sequence_mean(model: nn.Module, values: Tensor, segment: Segment) -> Tensor:
     """Mean over the real tokens of each sequence, as in mean pooling: [B, S, ...] to [B, ...]; see `sequence_sum`."""
-    lengths = [sum(stop - start for start, stop in spans) for spans in _documents(segment, values)]
-    counts = torch.tensor(lengths, device=values.device).clamp(min=1)
+    counts = _real(segment, values).sum(1).clamp(min=1)
     return sequence_sum(model, values, segment) / counts.view(-1, *[1] * (values.dim() - 2))
 
 
@@ -158,23 +155,13 @@ def connectionist_temporal_classification(
     Raises:
         LayoutError: Sequences are padded on the left or packed.
     """
-    documents = _documents(segment, logits)
-    if any(len(spans) > 1 or (spans and spans[0][0]) for spans in documents):
+    if any(len(spans) > 1 or (spans and spans[0][0]) for spans in segment.documents or ()):
         raise LayoutError("CTC over packed or left-padded sequences", allowed="one sequence a row, padded on the right")
-    lengths = torch.tensor([spans[0][1] if spans else 0 for spans in documents])
+    lengths = _real(segment, logits).sum(1)
     log_probabilities = gather_sequences(model, wide(logits).log_softmax(-1), segment).transpose(0, 1)  # [L, B, C]
     losses = F.ctc_loss(log_probabilities, targets, lengths, target_lengths, blank, reduction="none")
     return share_of_mean(model, losses / target_lengths.clamp(min=1).to(losses))
 
 
-def _documents(segment: Segment, values: Tensor) -> Documents:
-    return segment.documents or whole_sequences(values.size(0), segment.layout.length)
-
-
-def _real(segment: Segment, rank: int, values: Tensor) -> Tensor:
-    """Slots of this rank that hold a real token: bool [B, S]."""
-    real = torch.zeros(values.size(0), segment.layout.length, dtype=torch.bool, device=values.device)
-    for row, spans in enumerate(_documents(segment, values)):
-        for start, stop in spans:
-            real[row, start:stop] = True
-    return segment.layout.shard(real, rank, dim=1, fill=0)
+def _real(segment: Segment, values: Tensor) -> Tensor:
+    return segment.real(values.size(0), values.device)

@@ -66,8 +66,10 @@ def token_mean(values: Tensor, valid: Tensor, count: Tensor) -> Tensor:
         valid: bool [B, S], false on padding and on empty slots.
         count: The global number of valid tokens: `count_tokens(model, valid)`.
     """
+    if valid.dtype != torch.bool:
+        raise LayoutError(f"a mask of {valid.dtype}", allowed="a boolean mask of what counts", remedy="valid.bool()")
     by_token = wide(values).flatten(2).mean(-1) if values.dim() > 2 else wide(values)
-    return _divided(by_token.masked_fill(~valid.bool(), 0.0).sum(), count)
+    return _divided(by_token.masked_fill(~valid, 0.0).sum(), count)
 
 
 def _divided(total: Tensor, count: Tensor) -> Tensor:

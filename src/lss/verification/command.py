@@ -14,8 +14,8 @@ from lss.config import ParallelConfig
 from lss.errors import DifferentError, RunError
 from lss.mesh import World, init_mesh
 from lss.verification.compare import Report
-from lss.verification.run import verify
 from lss.verification.target import Target
+from lss.verification.verify import verify
 
 
 def verify_target(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -17,6 +20,8 @@ from lss.errors import LayoutError
 
 # (outputs, labels) to a sum over tokens; labels of -100 must add nothing.
 LossSum = Callable[[Tensor, Tensor], Tensor]
+# What `shard` takes in: the model does not see it.
+_TAKEN_IN = ("labels", "attention_mask", "position_ids")
 
 
 def cross_entropy_sum(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -33,31 +38,97 @@ class Setting:
         mesh: The mesh to run over.
         gather: What attention layers gather.
         loss_sum: The loss, as a sum over tokens.
+        documents: Lengths of packed documents, a list a sequence; None for none.
+        dtype: In which all is computed.
     """
 
     batch: dict[str, Tensor]
     mesh: DeviceMesh
     gather: Gather
     loss_sum: LossSum
+    documents: Sequence[Sequence[int]] | None
+    dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if "labels" not in self.batch or len(self.batch) < 2:
+        wrong = [name for name, part in self.batch.items() if not isinstance(part, Tensor) or part.dim() < 2]
+        if wrong:
+            raise LayoutError(f"a batch whose {', '.join(wrong)} cannot be cut", allowed="tensors [B, L, ...]")
+        if "labels" not in self.batch or not self.inputs:
             raise LayoutError(
                 f"a batch of {sorted(self.batch)}",
                 allowed="the model's arguments by name, and `labels`, shifted already",
             )
-
-        wrong = [name for name, part in self.batch.items() if not isinstance(part, Tensor) or part.dim() < 2]
-        if wrong or self.batch["labels"].is_floating_point():
+        if self.batch["labels"].is_floating_point():
             raise LayoutError(
-                f"a batch whose {', '.join(wrong) or 'labels'} cannot be cut",
-                allowed="tensors [B, L, ...], and labels of integers, of which -100 is ignored",
+                f"labels of {self.batch['labels'].dtype}", allowed="labels of integers, of which -100 is ignored"
             )
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The model's arguments."""
-        return {name: part for name, part in self.batch.items() if name != "labels"}
+        return {name: part for name, part in self.batch.items() if name not in _TAKEN_IN}
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """Labels [B, L], those of padding ignored."""
+        return self.batch["labels"].masked_fill(~self.real.view(*self.real.shape, *[1] * self._more_dims), IGNORE_INDEX)
+
+    @property
+    def _more_dims(self) -> int:
+        return self.batch["labels"].dim() - 2
+
+    @cached_property
+    def pieces(self) -> list[list[tuple[int, int]]]:
+        """Slots of the documents of each sequence, found without the rest of this package."""
+        num_sequences, length = self.batch["labels"].shape[:2]
+        real = self.batch.get("attention_mask", torch.ones(num_sequences, length))
+        starts = self.batch.get("position_ids", torch.ones(num_sequences, length)) == 0
+        found = []
+        for row in range(num_sequences):
+            if self.documents is not None:
+                found.append(list(pairwise(accumulate(self.documents[row], initial=0))))
+                continue
+            slots = real[row].nonzero().flatten().tolist()
+            edges = [slot for slot in slots if slot == slots[0] or starts[row, slot]] + slots[-1:]
+            found.append([(start, stop) for start, stop in pairwise([*edges[:-1], edges[-1] + 1])] if slots else [])
+        return found
+
+    @cached_property
+    def real(self) -> Tensor:
+        """Slots that hold a token and no padding: bool [B, L]."""
+        real = torch.zeros(self.batch["labels"].shape[:2], dtype=torch.bool, device=self.batch["labels"].device)
+        for row, pieces in enumerate(self.pieces):
+            for start, stop in pieces:
+                real[row, start:stop] = True
+        return real
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sequence is one document."""
+        return all(pieces == [(0, self.real.size(1))] for pieces in self.pieces)
+
+    def run_plainly(self, model: nn.Module, on_piece: Callable[[int, slice], None] = lambda row, slots: None) -> Tensor:
+        """Outputs [B, L, ...] of the plain model: of each document by itself where there are any, zeros in padding.
+
+        Args:
+            model: The plain model.
+            on_piece: Told which sequence and slots come next, where documents are run one by one.
+        """
+        if self.is_whole:
+            whole: Tensor = model(**self.inputs)
+            return whole
+        found = []
+        for row, pieces in enumerate(self.pieces):
+            for start, stop in pieces:
+                on_piece(row, slice(start, stop))
+                given = {name: part[row : row + 1, start:stop] for name, part in self.inputs.items()}
+                output: Tensor = model(**given)
+                found.append(output[0])
+        if not found:
+            raise LayoutError("a batch of padding alone", allowed="some real token")
+        outputs = found[0].new_zeros(*self.real.shape, *found[0].shape[1:])
+        outputs[self.real] = torch.cat(found)
+        return outputs
 
     def rows_of_group(self, data: Axis) -> slice:
         """Sequences of this rank's data group.
@@ -73,16 +144,23 @@ class Setting:
         share = num_sequences // data.size
         return slice(data.rank * share, (data.rank + 1) * share)
 
-    def of_group(self, data: Axis) -> dict[str, Tensor]:
-        """The batch of this rank's data group."""
+    def of_group(self, data: Axis) -> tuple[dict[str, Tensor], Sequence[Sequence[int]] | None]:
+        """The batch and the documents of this rank's data group."""
         rows = self.rows_of_group(data)
-        return {name: part[rows] for name, part in self.batch.items()}
+        batch = {name: part[rows] for name, part in self.batch.items()}
+        return batch, None if self.documents is None else self.documents[rows]
 
     def title(self, model: str) -> str:
         """What is compared, in a line."""
-        shape = tuple(self.batch["labels"].shape)
+        num_sequences, length = self.real.shape
         degrees = " x ".join(f"{name} {size}" for name, size in zip(*_named(self.mesh), strict=True))
-        return f"{model}, {shape[0]} sequences of {shape[1]} tokens, {degrees}, gather {self.gather}, float64"
+        number = sum(len(pieces) for pieces in self.pieces)
+        documents = "" if self.is_whole else f" in {number} documents"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{model}, {num_sequences} sequence{'s'[: num_sequences > 1]} of {length} tokens{documents}, "
+            f"{degrees}, gather {self.gather}, {dtype}"
+        )
 
 
 def without_dropout(model: nn.Module) -> tuple[nn.Module, bool]:

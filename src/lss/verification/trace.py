@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,56 +11,77 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lss.batch import shard
 from lss.context import SequenceContext, context_of
 from lss.losses import count_tokens
 from lss.parallelize import parallelize
 from lss.verification.compare import SMALL, relative_error
+from lss.verification.runs import sharded
 from lss.verification.setting import Setting
 
 
 @dataclass
 class Trace:
-    """Outputs of modules, and gradients at them, in order of execution."""
+    """Outputs of modules, and gradients at them, in order of execution.
 
+    Args:
+        setting: The batch. Where documents are run one by one, what modules give is put together to whole sequences.
+    """
+
+    setting: Setting
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    num_calls: Counter[str] = field(default_factory=Counter)
+    called: set[str] = field(default_factory=set)
+    repeated: set[str] = field(default_factory=set)
+    place: tuple[int, slice] | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Record every module that is called once."""
         for name, module in model.named_modules():
             module.register_forward_hook(self._hook(name or type(model).__name__))
 
+    def move(self, row: int, slots: slice) -> None:
+        """Say which document comes next."""
+        self.place = row, slots
+        self.called.clear()
+
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            self.num_calls[name] += 1
-            if self.num_calls[name] > 1:  # calls of one module may come in another order over ranks
+            if name in self.called:  # calls of one module may come in another order over ranks
+                self.repeated.add(name)
                 self.outputs.pop(name, None)
-            elif isinstance(output, Tensor):
-                self.outputs[name] = output.detach()
+            self.called.add(name)
+            if isinstance(output, Tensor) and name not in self.repeated:
+                self._note(self.outputs, name, self.place, output.detach())
                 if output.requires_grad:
-                    output.register_hook(partial(self._note_gradient, name))
+                    output.register_hook(partial(self._note_gradient, name, self.place))
 
         return record
 
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
-        if self.num_calls[name] == 1:
-            self.gradients[name] = gradient.detach()
+    def _note_gradient(self, name: str, place: tuple[int, slice] | None, gradient: Tensor) -> None:
+        if name not in self.repeated:
+            self._note(self.gradients, name, place, gradient.detach())
+
+    def _note(self, noted: dict[str, Tensor], name: str, place: tuple[int, slice] | None, part: Tensor) -> None:
+        if place is None:
+            noted[name] = part
+            return
+        row, slots = place
+        if part.shape[:2] == (1, slots.stop - slots.start):
+            whole = noted.setdefault(name, part.new_zeros(*self.setting.real.shape, *part.shape[2:]))
+            whole[row, slots] = part[0]
 
 
 def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple[str, str]:
     """Names of the first module whose output, and (going backward) of the first whose gradient, differs on any rank."""
-    serial, ranks = Trace(), Trace()
-    labels = setting.batch["labels"]
+    serial, ranks = Trace(setting), Trace(setting)
     model = copy.deepcopy(plain)
     serial.watch(model)
-    (setting.loss_sum(model(**setting.inputs), labels) / (labels != -100).sum().clamp(min=1)).backward()
+    outputs, labels = setting.run_plainly(model, serial.move), setting.labels
+    (setting.loss_sum(outputs, labels) / (labels != -100).sum().clamp(min=1)).backward()
     model = parallelize(copy.deepcopy(plain), setting.mesh, gather=setting.gather)
     ranks.watch(model)
     context = context_of(model)
-    batch = shard(setting.of_group(context.data), setting.mesh, shift_labels=0)
-    labels = batch.pop("labels")
+    batch, labels = sharded(setting, context, setting.mesh)
     count = count_tokens(model, labels).clamp(min=1)
     (setting.loss_sum(model(**batch), labels) / count).backward()
     forward = _first(serial.outputs, ranks.outputs, setting, context, bound, is_gradient=False)
@@ -107,9 +127,14 @@ def _matched(
         return None
     if context.sequence.size > 1 and local.size(dim) == layout.padded_length:
         # gathered: whole on every rank, and its gradient there only that rank's part
-        return None if is_gradient else (local.narrow(dim, 0, layout.length), serial)
+        return None if is_gradient else _real(local.narrow(dim, 0, layout.length), serial, setting.real[rows], setting)
     if local.size(dim) != layout.segment_length:
         return None
     own = layout.num_tokens(rank)
-    expected = layout.shard(serial, rank, dim=dim, fill=0)
-    return local.narrow(dim, 0, own), expected.narrow(dim, 0, own)
+    expected, real = layout.shard(serial, rank, dim=dim, fill=0), layout.shard(setting.real[rows], rank, dim=1, fill=0)
+    return _real(local.narrow(dim, 0, own), expected.narrow(dim, 0, own), real[:, :own], setting)
+
+
+def _real(local: Tensor, serial: Tensor, real: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+    """Without the slots of padding, where documents were run one by one; all that was noted then is [B, L, ...]."""
+    return (local, serial) if setting.is_whole else (local[real], serial[real])

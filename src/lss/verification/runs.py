@@ -1,0 +1,103 @@
+"""The serial run, by plain PyTorch, and the run over ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lss.batch import shard
+from lss.context import SequenceContext, context_of
+from lss.gradients import average_gradients, clip_gradient_norm, replicas_that_differ
+from lss.losses import count_tokens
+from lss.parallelize import full_gradients, full_state_dict, parallelize
+from lss.verification.setting import Setting
+
+# Steps are clipped to half of the first norm, so that a wrong norm shows in the parameters.
+CLIP_SHARE = 0.5
+LEARNING_RATE = 0.1
+
+
+@dataclass
+class Run:
+    """What a run gave: the loss of each step; outputs, gradients and norm of the first; parameters at the end.
+
+    Outputs are those of the first step, in training, and in evaluation with dropout as the model has it.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    outputs: Tensor = field(default_factory=lambda: torch.empty(0))
+    evaluated: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    norm: float = math.nan
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run_plainly(model: nn.Module, setting: Setting, steps: int) -> Run:
+    """Plain PyTorch: nothing of this package is called. The model is changed."""
+    run, labels = Run(), setting.labels
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(steps):
+        optimizer.zero_grad()
+        outputs = setting.run_plainly(model)
+        loss = setting.loss_sum(outputs, labels) / (labels != -100).sum().clamp(min=1)
+        loss.backward()
+        run.losses.append(loss.item())
+        if step == 0:
+            run.outputs = outputs.detach()
+            run.gradients = {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None}
+            run.norm = nn.utils.get_total_norm(run.gradients.values()).item()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_SHARE * run.norm)
+        optimizer.step()
+    run.parameters = dict(model.state_dict())
+    return run
+
+
+def run_over_ranks(
+    model: nn.Module, setting: Setting, mesh: DeviceMesh | None, steps: int, max_norm: float
+) -> tuple[Run, SequenceContext]:
+    """The same through this package; over one rank alone where there is no mesh. The model is changed."""
+    run = Run()
+    model = parallelize(model, mesh, gather=setting.gather)
+    context = context_of(model)
+    batch, labels = sharded(setting, context, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(steps):
+        optimizer.zero_grad()
+        context.ledger.clear()
+        count = count_tokens(model, labels).clamp(min=1)
+        outputs = model(**batch)
+        loss = setting.loss_sum(outputs, labels) / count
+        loss.backward()
+        average_gradients(model)
+        run.losses.append(context.sum_over_ranks(loss.detach()).item())
+        if step == 0:
+            run.outputs = outputs.detach()
+            run.gradients = {name: gradient.clone() for name, gradient in full_gradients(model).items()}
+        norm = clip_gradient_norm(model, max_norm)
+        run.norm = norm.item() if step == 0 else run.norm
+        optimizer.step()
+    run.parameters = full_state_dict(model)
+    different = replicas_that_differ(model)
+    run.parameters |= {f"replica of {name}": torch.empty(0) for name in different}
+    return run, context
+
+
+def evaluate_over_ranks(model: nn.Module, setting: Setting) -> Tensor:
+    """Outputs of this rank's slots in evaluation."""
+    model = parallelize(model, setting.mesh, gather=setting.gather).eval()
+    batch, _ = sharded(setting, context_of(model), setting.mesh)
+    with torch.no_grad():
+        outputs: Tensor = model(**batch)
+    return outputs
+
+
+def sharded(setting: Setting, context: SequenceContext, mesh: DeviceMesh | None) -> tuple[dict[str, Tensor], Tensor]:
+    """The model's arguments for this rank's slots, and their labels."""
+    whole, documents = setting.of_group(context.data)
+    batch = shard(whole, mesh, shift_labels=0, documents=documents)
+    labels = batch.pop("labels")
+    return batch, labels
