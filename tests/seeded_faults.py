@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 
-from lss.attention import blocks, layer
-from lss.attention.plan import Block, Tile
+from lss.attention import blocks, layer, schedule
+from lss.attention.plan import Block, Plan, Run
 from lss.collectives import Axis
 from lss.context import SequenceContext, context_of
 from lss.dropout import Site
-from lss.layout import Layout
+from lss.layout import Layout, Piece
+from lss.masks import View
 from lss.positions import ShardedPositions
 from lss.verification import runs
 
@@ -270,15 +272,20 @@ def ranks_start_from_different_weights() -> Iterator[None]:
 
 def gathers(change: Callable) -> object:
     """Change what an all-gather of an attention layer returns."""
+    return waits("start_all_gather", change)
+
+
+def waits(operation: str, change: Callable) -> object:
+    """Change what a collective of an attention layer returns when it has been waited for."""
 
     def wrap(original: Callable) -> Callable:
-        def all_gather(self: Axis, segment: torch.Tensor, *, layer: str, phase: str) -> torch.Tensor:
-            whole = original(self, segment, layer=layer, phase=phase)
-            return change(self, whole) if "attention" in layer else whole
+        def start(self: Axis, tensor: torch.Tensor, *, layer: str, phase: str) -> Callable:
+            wait = original(self, tensor, layer=layer, phase=phase)
+            return (lambda: change(self, wait())) if "attention" in layer else wait
 
-        return all_gather
+        return start
 
-    return replaced(Axis, "all_gather", wrap)
+    return replaced(Axis, operation, wrap)
 
 
 @fault
@@ -311,82 +318,84 @@ def sent_in_float32() -> Iterator[None]:
 
 @fault
 def reduce_scatter_left_out() -> Iterator[None]:
-    def own_part(self: Axis, whole: torch.Tensor, *, layer: str, phase: str) -> torch.Tensor:
-        return whole.chunk(self.size)[self.rank].clone()
+    def own_part(self: Axis, whole: torch.Tensor, *, layer: str, phase: str) -> Callable:
+        return lambda: whole.chunk(self.size)[self.rank].clone()
 
-    with patch.object(Axis, "reduce_scatter", own_part):
+    with patch.object(Axis, "start_reduce_scatter", own_part):
         yield
 
 
 @fault
 def reduce_scatter_averages() -> Iterator[None]:
-    def wrap(original: Callable) -> Callable:
-        return lambda self, whole, *, layer, phase: original(self, whole, layer=layer, phase=phase) / self.size
-
-    with replaced(Axis, "reduce_scatter", wrap):
+    with waits("start_reduce_scatter", lambda axis, part: part / axis.size):
         yield
 
 
 @fault
 def gather_without_gradient() -> Iterator[None]:
-    with replaced(layer, "gather", lambda original: lambda segment, axis, name: original(segment.detach(), axis, name)):
+    with waits("start_reduce_scatter", lambda axis, part: torch.zeros_like(part)):
         yield
 
 
 # Attention
 
 
-def planned(change: Callable[[Tile, Block], Block]) -> object:
-    """Change every block of every tile."""
+def planned(change: Callable[[Block], Block], change_runs: Callable[[tuple], tuple] = lambda runs: runs) -> object:
+    """Change every block that attention computes, or the runs of gathered keys."""
+
+    def of_run(run: Run) -> Run:
+        return replace(run, blocks=tuple(map(change, run.blocks)))
 
     def wrap(original: Callable) -> Callable:
-        def plan(*args: object) -> tuple[Tile, ...]:
-            return tuple(
-                Tile(tile.rows, tile.start, tile.stop, tuple(change(tile, block) for block in tile.blocks))
-                for tile in original(*args)
-            )
+        def plan(*args: object) -> Plan:
+            found = original(*args)
+            chunks = [replace(chunk, runs=change_runs(tuple(map(of_run, chunk.runs)))) for chunk in found.chunks]
+            return Plan(tuple(map(change, found.own)), tuple(chunks))
 
         return plan
 
-    return replaced(layer, "plan", wrap)
+    return replaced(schedule, "plan", wrap)
+
+
+def shorter(block: Block, first: int, last: int) -> Block:
+    """A block of several keys, off the diagonal, without some at its ends."""
+    keys = block.keys
+    if block.view is View.CAUSAL or len(keys) < 2:
+        return block
+    return replace(block, keys=Piece(keys.slot + first, keys.start + first, keys.stop - last))
 
 
 @fault
 def border_key_not_seen() -> Iterator[None]:
-    with planned(lambda tile, b: b if b.is_causal or b.stop - b.start < 2 else Block(b.start, b.stop - 1, False)):
+    with planned(lambda block: shorter(block, 0, 1)):
         yield
 
 
 @fault
 def first_key_not_seen() -> Iterator[None]:
-    with planned(lambda tile, b: b if b.is_causal or b.stop - b.start < 2 else Block(b.start + 1, b.stop, False)):
+    with planned(lambda block: shorter(block, 1, 0)):
         yield
 
 
 @fault
 def future_seen_inside_the_segment() -> Iterator[None]:
-    with planned(lambda tile, b: Block(b.start, b.stop, False)):
+    with planned(lambda block: replace(block, view=View.FULL)):
         yield
 
 
 @fault
 def past_segments_not_seen() -> Iterator[None]:
-    def wrap(original: Callable) -> Callable:
-        def plan(*args: object) -> tuple[Tile, ...]:
-            return tuple(Tile(t.rows, t.start, t.stop, t.blocks[-1:]) for t in original(*args))
-
-        return plan
-
-    with replaced(layer, "plan", wrap):
+    with planned(lambda block: block, lambda runs: ()):
         yield
 
 
 @fault
 def merged_without_weights() -> Iterator[None]:
-    def merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple:
-        return (output + other) / 2, torch.logaddexp(lse, other_lse)
+    def merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+        output.add_(other).div_(2)
+        lse.copy_(torch.logaddexp(lse, other_lse))
 
-    with patch.object(blocks, "merge", merge):
+    with patch.object(blocks, "merge_", merge):
         yield
 
 
@@ -395,16 +404,20 @@ def backward_with_the_last_block_only() -> Iterator[None]:
     """The log-sum-exp of the last block is kept instead of that of all."""
 
     def wrap(original: Callable) -> Callable:
-        return lambda output, lse, other, other_lse: (original(output, lse, other, other_lse)[0], other_lse)
+        def merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+            original(output, lse.clone(), other, other_lse)
+            lse.copy_(other_lse)
 
-    with replaced(blocks, "merge", wrap):
+        return merge
+
+    with replaced(blocks, "merge_", wrap):
         yield
 
 
 @fault
 def scores_scaled_wrongly() -> Iterator[None]:
     def wrap(original: Callable) -> Callable:
-        return lambda query, key, value, work: original(query * 1.001, key, value, work)
+        return lambda query, *rest: original(query * 1.001, *rest)
 
     with replaced(layer, "attend", wrap):
         yield
@@ -412,14 +425,14 @@ def scores_scaled_wrongly() -> Iterator[None]:
 
 @fault
 def keys_and_values_swapped() -> Iterator[None]:
-    with replaced(layer, "attend", lambda original: lambda q, k, v, work: original(q, v, k, work)):
+    with replaced(layer, "attend", lambda original: lambda q, k, v, *rest: original(q, v, k, *rest)):
         yield
 
 
 @fault
 def key_heads_in_the_wrong_order() -> Iterator[None]:
     with replaced(
-        layer, "attend", lambda original: lambda q, k, v, work: original(q, k.roll(1, 1), v.roll(1, 1), work)
+        layer, "attend", lambda original: lambda q, k, v, *rest: original(q, k.roll(1, 1), v.roll(1, 1), *rest)
     ):
         yield
 
@@ -461,7 +474,7 @@ def positional_rows_off_by_one() -> Iterator[None]:
 def dropout_masks_repeated_on_every_rank() -> Iterator[None]:
     def wrap(original: Callable) -> Callable:
         def keep(self: Site, sample: int, first_position: int, *rest: object) -> torch.Tensor:
-            first = self.context.layout.start(self.context.sequence.rank)
+            first = self.context.layout.pieces(self.context.sequence.rank)[0].start
             return original(self, sample, first_position - first, *rest)
 
         return keep
@@ -485,8 +498,9 @@ def dropout_masks_repeated_in_every_data_group() -> Iterator[None]:
 @fault
 def attention_dropout_off_by_one() -> Iterator[None]:
     def wrap(original: Callable) -> Callable:
-        def keep(site: Site, rows: range, first: int, *rest: object) -> torch.Tensor:
-            return original(site, rows, first + site.context.sequence.rank, *rest)
+        def keep(site: Site, rows: range, queries: Piece, *rest: object) -> torch.Tensor:
+            rank = site.context.sequence.rank
+            return original(site, rows, Piece(queries.slot, queries.start + rank, queries.stop + rank), *rest)
 
         return keep
 

@@ -1,12 +1,13 @@
 """Exact training of transformers on sequences too long for one device."""
 
-from lss.attention import AttentionLayer
+from lss import bias, masks
+from lss.attention import AttentionLayer, attention
 from lss.batch import Segment, shard, unshard
-from lss.collectives import Ledger
 from lss.context import context_of
 from lss.errors import LssError
 from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm
 from lss.layout import Layout
+from lss.ledger import Ledger
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.mesh import init_mesh
 from lss.parallelize import full_gradients, full_state_dict, parallelize
@@ -20,7 +21,9 @@ __all__ = [
     "Ledger",
     "LssError",
     "Segment",
+    "attention",
     "average_gradients",
+    "bias",
     "clip_gradient_norm",
     "context_of",
     "count_tokens",
@@ -28,6 +31,7 @@ __all__ = [
     "full_state_dict",
     "gradient_norm",
     "init_mesh",
+    "masks",
     "parallelize",
     "shard",
     "token_mean_cross_entropy",

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss import documents as spans
-from lss.collectives import Axis, Ledger
+from lss.collectives import Axis
 from lss.documents import Documents
 from lss.errors import LayoutError
-from lss.layout import Layout
+from lss.layout import Layout, LayoutName
+from lss.ledger import Ledger
 from lss.mesh import DATA, SEQUENCE
 
 IGNORE_INDEX = -100
@@ -45,6 +46,10 @@ class Segment:
     num_positions: int = 0
     checksum: Tensor | None = None
 
+    def is_cut_as(self, other: Segment) -> bool:
+        """Whether attention computes the same blocks."""
+        return (self.layout, self.documents) == (other.layout, other.documents)
+
     def real(self, num_sequences: int, device: torch.device) -> Tensor:
         """Slots of the whole sequences that hold a token and no padding: bool [B, L]."""
         if self.documents is None:
@@ -57,6 +62,7 @@ def shard(
     mesh: DeviceMesh | None,
     *,
     shift_labels: int | None = None,
+    layout: LayoutName | Layout = "zigzag",
     documents: Sequence[Sequence[int]] | None = None,
     first_sample: int | None = None,
     step: int | None = None,
@@ -74,6 +80,9 @@ def shard(
         shift_labels: Needed where there are integer `labels`. 0: they are shifted already, `labels[:, i]` is what is
             predicted at `tokens[:, i]`. 1: they equal the tokens, and the next one is predicted; 2: the one after it.
             The shift is done on whole documents, so that no label is lost where a segment ends.
+        layout: Which tokens a rank gets. `zigzag` shares out a causal mask's work evenly, and any other's no worse than
+            `contiguous`, which is the paper's; `balanced` shares out that of causal attention within the documents of
+            the batch. Or a layout of your own.
         documents: Lengths of packed documents for each sequence, from its start on; the rest is padding.
         first_sample: Index of the first sequence among all of the step; by default data rank * B.
         step: The step, which keys the dropout; by default the model counts its calls.
@@ -89,7 +98,7 @@ def shard(
     num_sequences, length, device = _common_shape(batch)
     axis, data_rank = _axis(mesh, SEQUENCE), _axis(mesh, DATA).rank
     found = _documents(batch, documents, num_sequences, length)
-    layout = Layout(length, axis.size)
+    cut_by = layout if isinstance(layout, Layout) else _layout(layout, length, axis.size, found)
     cut: dict[str, Any] = {}
     for name, tensor in batch.items():
         if name not in ("attention_mask", "position_ids"):
@@ -103,11 +112,11 @@ def shard(
                 raise LayoutError(
                     f"integer {name!r} in a batch", allowed="integer labels under the name 'labels', filled with -100"
                 )
-            cut[name] = layout.shard(given, axis.rank, dim=1, fill=IGNORE_INDEX if integer_labels else 0)
+            cut[name] = cut_by.shard(given, axis.rank, dim=1, fill=IGNORE_INDEX if integer_labels else 0)
     plain = found == spans.whole(num_sequences, length) and "position_ids" not in batch
     positions = None if plain else batch.get("position_ids", spans.positions_within(found, length)).to(device)
     cut["segment"] = Segment(
-        layout,
+        cut_by,
         data_rank * num_sequences if first_sample is None else first_sample,
         step,
         None if found == spans.whole(num_sequences, length) else found,
@@ -193,6 +202,13 @@ def _documents(
             )
         found = spans.from_padding(mask)
     return spans.split_at_restarts(batch["position_ids"], found) if "position_ids" in batch else found
+
+
+def _layout(name: LayoutName, length: int, num_ranks: int, found: Documents) -> Layout:
+    if name != "balanced":
+        return Layout.named(name, length, num_ranks)
+    seen = spans.positions_within(found, length) + (spans.starts(found, length) >= 0)
+    return Layout.balanced(length, num_ranks, seen.sum(0).tolist())
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch.distributed as dist
 from rich.progress import Progress
 
 import lss
-from lss.attention import GATHERS
 from lss.collectives import agree, agree_equal
-from lss.config import Config, ParallelConfig, parse, parser
+from lss.config import AttentionConfig, Config, ParallelConfig
 from lss.data import default_cache_folder, enwik8
 from lss.errors import ConfigError, LssError
+from lss.flags import parse, parser
 from lss.launch import launch
 from lss.mesh import World, check_degrees, detect_world, init_world
 from lss.train import evaluate_run, train
@@ -95,12 +95,19 @@ def _read_eval(arguments: Sequence[str]) -> Job:
 _EVAL_KEYS = ("data.", "parallel.", "attention.", "train.batch")
 
 
+_AS_TRAIN = "as attention.%(dest)s of lss train (default %(default)s)"
+
+
 def _read_verify(arguments: Sequence[str]) -> Job:
     made = ArgumentParser(prog="lss verify", description="Prove that a run over ranks equals the serial one.")
     made.add_argument("target", help="a preset, a .toml file, or module:function, which returns a model and a batch")
     made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
     made.add_argument("--data", type=int, default=1, help="data groups (default 1)")
-    made.add_argument("--gather", choices=GATHERS, default="x", help="what attention layers gather (default x)")
+    for name in ("gather", "kernel", "layout"):
+        kind = get_type_hints(AttentionConfig)[name]
+        made.add_argument(f"--{name}", choices=get_args(kind), default=getattr(AttentionConfig, name), help=_AS_TRAIN)
+    made.add_argument("--chunks", type=int, default=1, help=_AS_TRAIN)
+    made.add_argument("--regather", action="store_true", help="gather again in backward: attention.keep false")
     made.add_argument("--length", type=int, default=0, help="tokens of a sequence, for presets and .toml files")
     made.add_argument("--sequences", type=int, default=1, help="sequences a data group, for presets and .toml files")
     made.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
@@ -115,8 +122,9 @@ def _read_verify(arguments: Sequence[str]) -> Job:
     check_degrees(given.sequence, given.data)
     target = Target(given.target, given.length, given.sequences * given.data)
     parallel = ParallelConfig(given.sequence, given.data, given.device)
+    attention = AttentionConfig(given.gather, given.kernel, not given.regather, given.chunks, given.layout)
     run = partial(
-        verify_target, target=target, parallel=parallel, gather=given.gather, steps=given.steps, file=given.json
+        verify_target, target=target, parallel=parallel, attention=attention, steps=given.steps, file=given.json
     )
     return Job(run, Config(parallel=parallel), f"verify {given}")
 

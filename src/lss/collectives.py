@@ -1,15 +1,11 @@
-"""The only caller of torch.distributed's collectives: those of tensors are counted, those in a graph name their dual.
-
-Bytes are those that one rank sends, and receives, in the ring form of a collective over N ranks: (N - 1) segments for
-an all-gather or a reduce-scatter, 2 (N - 1) / N of the tensor for an all-reduce, the tensor for a broadcast.
-"""
+"""The only caller of torch.distributed's collectives: those of tensors are counted, those in a graph name the dual."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,64 +15,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss.errors import LssError, MeshError, RankLostError
+from lss.ledger import Entry, Ledger
 from lss.mesh import DATA, SEQUENCE
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What a ledger counts apart: one kind of collective of one layer.
-
-    Args:
-        axis: `sequence` or `data`.
-        operation: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, or `all_to_all` for an ordered
-            reduce-scatter.
-        phase: `forward`, `backward`, `step` (once a batch) or `setup` (once a run).
-        layer: Qualified name of the module, or what the message carries: `gradients`, `norm`, `scalars`.
-    """
-
-    axis: str
-    operation: str
-    phase: str
-    layer: str
-
-
-@dataclass
-class Ledger:
-    """Count and bytes of every collective of this rank."""
-
-    counts: Counter[Entry] = field(default_factory=Counter)
-    bytes: Counter[Entry] = field(default_factory=Counter)
-
-    def record(self, entry: Entry, num_bytes: int) -> None:
-        """Count one collective."""
-        self.counts[entry] += 1
-        self.bytes[entry] += num_bytes
-
-    def clear(self) -> None:
-        """Forget everything, as at the start of a step."""
-        self.counts.clear()
-        self.bytes.clear()
-
-    def total(self, **where: str) -> tuple[int, int]:
-        """Count and bytes of the entries whose fields equal `where`: `total(axis="sequence", phase="forward")`."""
-        chosen = [e for e in self.counts if all(getattr(e, name) == value for name, value in where.items())]
-        return sum(self.counts[e] for e in chosen), sum(self.bytes[e] for e in chosen)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One dict an entry: axis, operation, pass, layer, count, bytes."""
-        return [
-            {
-                "axis": entry.axis,
-                "operation": entry.operation,
-                "pass": entry.phase,
-                "layer": entry.layer,
-                "count": count,
-                "bytes": self.bytes[entry],
-            }
-            for entry, count in self.counts.items()
-        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,27 +64,34 @@ class Axis:
 
     def all_gather(self, segment: Tensor, *, layer: str, phase: str) -> Tensor:
         """Concatenate the segments of all ranks along dim 0: [S, ...] to [N * S, ...]."""
+        return self.start_all_gather(segment, layer=layer, phase=phase)()
+
+    def start_all_gather(self, segment: Tensor, *, layer: str, phase: str) -> Callable[[], Tensor]:
+        """As `all_gather`, which goes on in the background; what is returned waits for it and gives the whole."""
         if self.size == 1:
-            return segment
+            return lambda: segment
+        segment = segment.contiguous()
         whole = segment.new_empty((self.size * segment.size(0), *segment.shape[1:]))
-        with self._counted("all_gather", layer, phase, (self.size - 1) * _num_bytes(segment)):
-            _all_gather(whole, segment.contiguous(), group=self.group)
-        return whole
+        wait = self._start("all_gather", layer, phase, (self.size - 1) * _num_bytes(segment), whole, segment)
+        return lambda: wait() or whole
 
     def reduce_scatter(self, whole: Tensor, *, layer: str, phase: str) -> Tensor:
         """Sum over the ranks and keep this rank's part of dim 0: [N * S, ...] to [S, ...].
 
         16-bit tensors travel and are summed in float32, so that the error does not grow with N.
         """
+        return self.start_reduce_scatter(whole, layer=layer, phase=phase)()
+
+    def start_reduce_scatter(self, whole: Tensor, *, layer: str, phase: str) -> Callable[[], Tensor]:
+        """As `reduce_scatter`, which goes on in the background; what is returned waits for it and gives the part."""
         if self.size == 1:
-            return whole
+            return lambda: whole
         if self.ordered:
-            return self._ordered_reduce_scatter(whole, layer, phase)
-        summand = whole.float() if whole.element_size() < 4 else whole
+            return partial(self._ordered_reduce_scatter, whole, layer, phase)
+        summand = (whole.float() if whole.element_size() < 4 else whole).contiguous()
         segment = summand.new_empty((whole.size(0) // self.size, *whole.shape[1:]))
-        with self._counted("reduce_scatter", layer, phase, (self.size - 1) * _num_bytes(segment)):
-            _reduce_scatter(segment, summand.contiguous(), group=self.group)
-        return segment.to(whole.dtype)
+        wait = self._start("reduce_scatter", layer, phase, (self.size - 1) * _num_bytes(segment), segment, summand)
+        return lambda: wait() or segment.to(whole.dtype)
 
     def all_reduce_(self, tensor: Tensor, *, layer: str, phase: str) -> Tensor:
         """Sum over the ranks, in place."""
@@ -168,9 +117,26 @@ class Axis:
             dist.all_to_all_single(parts, whole.contiguous(), group=self.group)
         return _sum_in_order(parts.view(self.size, -1, *whole.shape[1:])).to(whole.dtype)
 
+    def _start(
+        self, operation: str, layer: str, phase: str, num_bytes: int, result: Tensor, given: Tensor
+    ) -> Callable[[], None]:
+        """Start an all-gather or a reduce-scatter; what is returned waits for it, and keeps its tensors until then."""
+        call = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}[operation]
+        with self._counted(operation, layer, phase, num_bytes):
+            handle = call(result, given, group=self.group, async_op=True)
+
+        def wait(tensors: tuple[Tensor, Tensor] = (result, given)) -> None:
+            with _named(self._described(operation, layer, phase)):
+                handle.wait()
+
+        return wait
+
+    def _described(self, operation: str, layer: str, phase: str) -> str:
+        return f"{operation} of {layer} ({phase}) over the {self.name} axis"
+
     @contextmanager
     def _counted(self, operation: str, layer: str, phase: str, num_bytes: int) -> Iterator[None]:
-        with _named(f"{operation} of {layer} ({phase}) over the {self.name} axis"):
+        with _named(self._described(operation, layer, phase)):
             yield
         self.ledger.record(Entry(self.name, operation, phase, layer), num_bytes)
 
@@ -311,5 +277,5 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 # torch 2.13 renames both; 2.11 has the older names only
-_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

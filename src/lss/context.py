@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lss.batch import Segment
-from lss.collectives import Axis, Ledger
+from lss.collectives import Axis
 from lss.errors import LayoutError, ModelError
 from lss.layout import Layout
+from lss.ledger import Ledger
 
 _ATTRIBUTE = "lss_context"
 
@@ -28,6 +29,12 @@ class SequenceContext:
         data: The axis over which batches are cut.
         seed: Keys the dropout, with the step.
         ledger: Counts the collectives of both axes.
+        segment: Of the present batch.
+        step: Of the present call.
+        num_calls: Calls of the model so far.
+        num_trained: Those in training.
+        plans: What attention computes, while batches are cut alike.
+        choices: How each attention layer is computed, in a line for people.
     """
 
     sequence: Axis
@@ -38,6 +45,8 @@ class SequenceContext:
     step: int = 0
     num_calls: int = 0
     num_trained: int = 0
+    plans: dict[Any, Any] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
 
     def begin(self, segment: Segment | None, *, training: bool) -> None:
         """Take up the segment of a batch that enters the model; None is refused.
@@ -46,6 +55,8 @@ class SequenceContext:
             segment: What `shard` returned with the batch.
             training: Whether the model is in training, whose calls count as steps where the segment names none.
         """
+        if segment and self.segment and not segment.is_cut_as(self.segment):
+            self.plans.clear()
         self.segment = segment
         segment = self.present
         if segment.layout.num_ranks != self.sequence.size:
@@ -84,6 +95,10 @@ class SequenceContext:
     def _resume(self, segment: Segment, step: int, gradient: Tensor) -> None:
         self.segment, self.step = segment, step
 
+    def chosen(self) -> dict[str, int]:
+        """How attention is computed, for people, and in how many layers."""
+        return dict(Counter(self.choices.values()))
+
     @property
     def layout(self) -> Layout:
         """The layout of the present batch."""
@@ -113,9 +128,8 @@ class SequenceContext:
     def all_positions(self, device: torch.device) -> Tensor:
         """`positions` of all ranks: int64 [N * S], or [B, N * S]."""
         position_ids = self.present.position_ids
-        if position_ids is None:
-            return self.layout.all_positions(device)
-        return F.pad(position_ids, (0, self.layout.padded_length - self.layout.length))
+        indices = self.layout.all_positions(device)
+        return indices if position_ids is None else position_ids[:, indices]
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum a small tensor over both axes; the ledger calls it `scalars`."""

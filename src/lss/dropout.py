@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from lss.context import SequenceContext, in_backward
 from lss.errors import LayoutError, ModelError
+from lss.layout import Piece
 
 # Rates are multiples of 1 / LEVELS, as 16 random bits decide on a value.
 LEVELS = 2**16
 # Values that one step of the counter decides on: Philox 4x64 gives 256 bits.
 _PER_COUNT = 16
+# Keys whose attention weights are decided on together.
+_KEYS = 64
 # Positions that one generator draws on a GPU, where a counter cannot be set.
 _BLOCK = 64
 
@@ -67,7 +70,9 @@ class Site:
         """Factor of the kept values."""
         return LEVELS / (LEVELS - self.dropped_levels) if self.dropped_levels < LEVELS else 0.0
 
-    def keep(self, sample: int, first_position: int, num_positions: int, features: int, device: torch.device) -> Tensor:
+    def keep(
+        self, sample: int, first_position: int, num_positions: int, features: int, device: torch.device, block: int = 0
+    ) -> Tensor:
         """True where a value is kept: bool [num_positions, features].
 
         Args:
@@ -76,9 +81,10 @@ class Site:
             num_positions: Rows.
             features: Columns.
             device: Where the mask is made.
+            block: Number of the block of columns, where they come in several.
         """
-        present = self.context.present
-        fields = struct.pack("<4q", self.context.seed, self.context.step, self.index, present.first_sample + sample)
+        sequence = self.context.present.first_sample + sample
+        fields = struct.pack("<5q", self.context.seed, self.context.step, self.index, sequence, block)
         key = hashlib.blake2b(fields, digest_size=16).digest()
         draw = _draw_on_host if device.type == "cpu" else _draw_in_blocks
         return draw(key, first_position, num_positions, features, device) >= self.dropped_levels - LEVELS // 2
@@ -112,29 +118,40 @@ class PositionDropout(nn.Module):
                 allowed=f"[B, {layout.segment_length}, F]",
             )
         site.enter()
-        start = layout.start(site.context.sequence.rank)
-        keep = [site.keep(row, start, values.size(1), values.size(2), values.device) for row in range(values.size(0))]
-        return values * torch.stack(keep) * site.scale
+        keep = torch.ones_like(values, dtype=torch.bool)
+        for row in range(values.size(0)):
+            for piece in layout.pieces(site.context.sequence.rank):
+                drawn = site.keep(row, piece.start, len(piece), values.size(2), values.device)
+                keep[row, piece.slot : piece.slot + len(piece)] = drawn
+        return values * keep * site.scale
 
 
-def keep_weights(
-    site: Site, rows: range, first_position: int, num_queries: int, num_heads: int, device: torch.device
-) -> Tensor:
-    """Attention weights that are kept, of some queries over all keys: bool [rows, H, num_queries, L].
+def keep_weights(site: Site, rows: range, queries: Piece, keys: Piece, num_heads: int, device: torch.device) -> Tensor:
+    """Attention weights that are kept, of some queries over some keys: bool [rows, H, S, T].
 
-    The mask of a query is keyed by its position, with heads and keys as features.
+    Bits are drawn by query and by block of keys, so that only blocks that are seen cost anything.
 
     Args:
         site: The place.
         rows: Sequences of the batch.
-        first_position: Slot of the first query in the whole sequence.
-        num_queries: Queries from there on.
+        queries: Their positions.
+        keys: Theirs.
         num_heads: H.
         device: Where the mask is made.
     """
-    length = site.context.layout.length
-    masks = [site.keep(row, first_position, num_queries, length * num_heads, device) for row in rows]
-    return torch.stack(masks).view(len(rows), num_queries, length, num_heads).permute(0, 3, 1, 2)
+    first, last, number = keys.start // _KEYS, (keys.stop - 1) // _KEYS + 1, len(queries)
+    masks = [
+        torch.cat(
+            [
+                site.keep(row, queries.start, number, _KEYS * num_heads, device, block).view(number, _KEYS, num_heads)
+                for block in range(first, last)
+            ],
+            1,
+        )
+        for row in rows
+    ]
+    wanted = torch.stack(masks)[:, :, keys.start - first * _KEYS : keys.stop - first * _KEYS]
+    return wanted.permute(0, 3, 1, 2)  # [rows, S, T, H] -> [rows, H, S, T]
 
 
 def _draw_on_host(key: bytes, first: int, rows: int, columns: int, device: torch.device) -> Tensor:

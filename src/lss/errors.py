@@ -41,6 +41,14 @@ class LayoutError(LssError):
     """A tensor does not fit the layout, or the batch was not sharded."""
 
 
+class MaskError(LssError):
+    """A mask or a bias of attention cannot be honoured, or does not fit the batch."""
+
+
+class KernelError(LssError):
+    """A kernel of attention that was asked for by name cannot do what is asked of it."""
+
+
 class ModelError(LssError):
     """The model holds something that cannot be honoured over segments."""
 

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
-from lss.attention import GATHERS, AttentionLayer, DistributedAttention, Gather
-from lss.collectives import Axis, Ledger
+from lss.attention import AttentionLayer, DistributedAttention, Gather, KernelName, Schedule, mask_of
+from lss.collectives import Axis
 from lss.context import SequenceContext, attach, is_parallelized
 from lss.dropout import PositionDropout, Site
 from lss.errors import ModelError
 from lss.gradients import buckets
+from lss.layout import Layout, LayoutName
+from lss.ledger import Ledger
 from lss.mesh import DATA, SEQUENCE
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
@@ -56,7 +58,16 @@ _PROJECTIONS = ("project_query", "project_key_value", "project_output")
 
 
 def parallelize(
-    model: Model, mesh: DeviceMesh | None, *, gather: Gather = "x", seed: int = 0, ordered: bool = False
+    model: Model,
+    mesh: DeviceMesh | None,
+    *,
+    gather: Gather = "auto",
+    kernel: KernelName = "auto",
+    keep: bool = True,
+    chunks: int = 1,
+    layout: LayoutName = "zigzag",
+    seed: int = 0,
+    ordered: bool = False,
 ) -> Model:
     """Make a plain model work on one segment a rank, with the result of the whole sequence.
 
@@ -69,7 +80,14 @@ def parallelize(
         mesh: The mesh of `init_mesh`, or any DeviceMesh with an axis `sequence` and perhaps `data`; None for one rank
             alone.
         gather: What an attention layer gathers: its input (`x`, one message), keys and values packed (`kv`, one
-            message), or apart (`separate`, two).
+            message), or apart (`separate`, two); `auto` takes `x` or `kv`, whichever takes fewer seconds.
+        kernel: What computes attention; `auto` takes the fastest that can.
+        keep: Whether what was gathered is kept for backward; else it is gathered again, and memory falls to that of one
+            layer.
+        chunks: Pieces in which it is gathered, the next on its way while one is computed; none is kept. One more
+            message forward, and two backward, for each piece more.
+        layout: By which the rows of learned positional tables are held: the one that is given to `lss.shard`, else the
+            tables are gathered once a step.
         seed: Keys the dropout, together with the step.
         ordered: Whether sums over ranks are taken in the order of the ranks, for runs that repeat bit by bit on any
             backend; more is sent.
@@ -90,19 +108,20 @@ def parallelize(
         torch.Size([1, 8, 256])
     """
     layers = _attention_layers(model)
-    _check(model, layers, gather)
+    schedule = Schedule(gather, kernel, keep, chunks)
+    _check(model, layers)
     ledger = Ledger()
     sequence, data = (Axis.of(mesh, name, ledger, ordered=ordered) for name in (SEQUENCE, DATA))
     context = SequenceContext(sequence, data, seed, ledger)
     _send_weights(model, context)
-    _shard_positions(model, context)
+    _shard_positions(model, layout, context)
     sites = count()
     _key_dropout(model, context, sites)
     for name, layer in layers.items():
         rate = getattr(layer, "attention_dropout", 0.0)
         site = Site(rate, next(sites), context) if rate else None
         attention = cast(AttentionLayer, layer)
-        layer.forward = DistributedAttention(attention, context, gather, name, signature(layer.forward), site)
+        layer.forward = DistributedAttention(attention, context, schedule, name, signature(layer.forward), site)
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
     model.register_forward_hook(lambda module, args, outputs: context.watch(outputs))
     attach(model, context)
@@ -138,11 +157,9 @@ def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _check(model: nn.Module, layers: dict[str, nn.Module], gather: str) -> None:
+def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     if is_parallelized(model):
         raise ModelError("a model that is parallelized already", remedy="parallelize it once")
-    if gather not in GATHERS:
-        raise ModelError(f"gather={gather!r}", allowed=", ".join(GATHERS))
     if not layers:
         raise ModelError(
             f"no attention layer was found in {type(model).__name__}",
@@ -150,10 +167,10 @@ def _check(model: nn.Module, layers: dict[str, nn.Module], gather: str) -> None:
             remedy="give its attention modules the interface of lss.AttentionLayer",
         )
     for name, layer in layers.items():
-        if not isinstance(getattr(layer, "is_causal", None), bool):
+        if mask_of(layer) is None:
             raise ModelError(
-                f"{name} does not say whether it is causal",
-                allowed="an attribute is_causal, True or False",
+                f"{name} does not say who sees whom",
+                allowed="an attribute is_causal, True or False, or mask, an lss.masks.Mask",
                 remedy="see lss.AttentionLayer",
             )
     for name, module in model.named_modules():
@@ -185,9 +202,11 @@ def _send_weights(model: nn.Module, context: SequenceContext) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
-def _shard_positions(model: nn.Module, context: SequenceContext) -> None:
+def _shard_positions(model: nn.Module, layout: LayoutName, context: SequenceContext) -> None:
+    cut_by = "zigzag" if layout == "balanced" else layout  # a table is not of one batch
     for names, module in _instances(model, LearnedPositions):
-        _replace(model, names, ShardedPositions(module, context, names[0]))
+        rows = Layout.named(cut_by, module.num_embeddings, context.sequence.size)
+        _replace(model, names, ShardedPositions(module, rows, context, names[0]))
 
 
 def _key_dropout(model: nn.Module, context: SequenceContext, sites: Iterator[int]) -> None:

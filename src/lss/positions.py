@@ -24,11 +24,12 @@ class ShardedPositions(nn.Module):
 
     Args:
         table: The whole table [P, E], the same on every rank.
+        layout: Of its rows.
         context: The context of the parallelized model.
         name: Qualified name of the module, for the ledger.
     """
 
-    def __init__(self, table: nn.Embedding, context: SequenceContext, name: str) -> None:
+    def __init__(self, table: nn.Embedding, layout: Layout, context: SequenceContext, name: str) -> None:
         super().__init__()
         for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(table, option):
@@ -37,12 +38,11 @@ class ShardedPositions(nn.Module):
                 )
         self.context = context
         self.name = name
-        self.layout = Layout(table.num_embeddings, context.sequence.size)
-        rank = context.sequence.rank
-        start = min(self.layout.start(rank), self.layout.length)
+        self.layout = layout
         # the same parameter, so that an optimizer that was made before knows it
         self.weight = cast(nn.Parameter, table.weight)
-        self.weight.data = table.weight.data[start : start + self.layout.num_tokens(rank)].clone()
+        own = self.layout.positions(context.sequence.rank, self.weight.device)
+        self.weight.data = table.weight.data[own[: self.layout.num_tokens(context.sequence.rank)]]
         self.weight.grad = None
 
     def extra_repr(self) -> str:
@@ -72,11 +72,9 @@ class ShardedPositions(nn.Module):
         if self.context.num_calls == 1:
             self._require_slots(indices)
         if segment.position_ids is not None or self.layout != segment.layout:
-            return F.embedding(positions, gather(self._padded(self.weight), self.context.sequence, self.name))
-        # empty slots repeat the last position, which another rank may hold: any row of this rank will do
-        rows = self._padded(self.weight)
-        local = positions - self.layout.start(self.context.sequence.rank)
-        return F.embedding(local.clamp(0, rows.size(0) - 1), rows)
+            gathered = gather(self._padded(self.weight), self.context.sequence, self.name)
+            return F.embedding(positions, self.layout.unshard(gathered, dim=0))
+        return self._padded(self.weight)
 
     def _require_slots(self, indices: Tensor) -> None:
         """Raise LayoutError unless the model asks for slots 0 to S - 1, in order; looked at once, at first."""

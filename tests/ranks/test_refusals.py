@@ -79,11 +79,11 @@ def without(attribute: str) -> nn.Module:
     return model
 
 
-def narrow_values(mesh) -> nn.Module:
+def narrow_keys(mesh) -> nn.Module:
     model = tiny_gpt(4)
     attention = model.blocks[0].attention
     original = attention.project_key_value
-    attention.project_key_value = lambda x, positions: (original(x, positions)[0], original(x, positions)[1][..., :3])
+    attention.project_key_value = lambda x, positions: (original(x, positions)[0][..., :3], original(x, positions)[1])
     return lss.parallelize(model, mesh)
 
 
@@ -106,7 +106,7 @@ def models_and_calls() -> list[str]:
         lambda: shared_dropout(mesh)(tokens, segment=segment),
         lambda: lss.parallelize(Masked(), mesh)(tokens, segment=segment),
         lambda: lss.parallelize(without("is_causal"), mesh),
-        lambda: narrow_values(mesh)(tokens, segment=segment),
+        lambda: narrow_keys(mesh)(tokens, segment=segment),
         lambda: lss.average_gradients(tiny_gpt(4)),
         lambda: lss.shard({}, mesh),
         lambda: lss.shard({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, mesh),
@@ -125,7 +125,7 @@ def test_models_and_calls_are_refused_by_name(ranks):
     (messages,) = ranks.run(models_and_calls, 1)
     expected = [
         "parallelized already",
-        "x, kv, separate",
+        "auto, x, kv, separate",
         "no attention layer was found in Linear",
         "mix is a Conv1d",
         "without a segment",
@@ -134,8 +134,8 @@ def test_models_and_calls_are_refused_by_name(ranks):
         "blocks.0.attention was given 3 tokens of a segment that has 4 slots",
         "dropout site 0 is used twice",
         "attention was called with mask=...",
-        "blocks.0.attention does not say whether it is causal",
-        "blocks.0.attention has heads of widths [6, 6, 3]",
+        "blocks.0.attention does not say who sees whom",
+        "blocks.0.attention has queries, keys and values of [(1, 4, 4, 6), (1, 4, 4, 3)",
         "was not parallelized",
         "an empty batch",
         "a batch of shapes",

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lss
+from lss.config import AttentionConfig
 from lss.errors import LayoutError
 from lss.models import GPT, GPTConfig
 from lss.verification import Report
@@ -29,7 +30,7 @@ def verified(name: str, sequence: int = 2, data: int = 2, positions: str = "lear
     mesh = lss.init_mesh(sequence, data, device="cpu")
     model, batch = target(positions)
     with FAULTS.get(name, nothing)():
-        return lss.verify(model, batch, mesh, gather=gather)
+        return lss.verify(model, batch, mesh, attention=AttentionConfig(gather=gather))
 
 
 def target(positions: str = "learned") -> tuple[nn.Module, dict]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import lss
 from lss.attention import layer
 from lss.errors import LayoutError
+from lss.masks import Full
 from lss.verification import Report
 from tests.ranks.test_verify import LENGTH, target
 from tests.seeded_faults import FAULTS, nothing, replaced
@@ -34,7 +35,7 @@ def packed(told: str, positions: str = "learned", fault: str = "nothing") -> Rep
 
 def seen_across() -> object:
     """Attention that knows of no documents."""
-    return replaced(layer, "plan", lambda plan: lambda layout, rank, documents, *rest: plan(layout, rank, None, *rest))
+    return replaced(layer, "Documents", lambda documents: lambda spans: Full())
 
 
 def mask(real: int) -> Tensor:

@@ -1,68 +1,151 @@
-"""Segments of attention put together equal torch's scaled_dot_product_attention of the whole."""
+"""Kernels against each other and torch, what they refuse, biases against their sources."""
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
 
-from lss.attention import Work, attend, plan
-from lss.attention.kernels import FLASH_CPU, MATH
+import lss
+from lss.attention.kernels import KERNELS
+from lss.bias import Alibi, DenseBias, RelativeBias
+from lss.errors import KernelError, LayoutError, MaskError
 from lss.layout import Layout
+from lss.masks import Causal, Dense, Documents, Full, Padding, Window
 from tests.models import assert_same
 
-KERNELS = pytest.mark.parametrize("kernel", [FLASH_CPU, MATH], ids=lambda kernel: kernel.name)
 
-
-def inputs(length, heads, key_value_heads, dtype, width=8):
+def inputs(length, heads=4, key_value_heads=4, dtype=torch.float64, width=8):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, length, width), (2, key_value_heads, length, width), (2, key_value_heads, length, width)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
-def by_segments(query, key, value, num_ranks, is_causal, kernel):
-    """What N ranks compute, one after the other, and joined."""
-    layout = Layout(query.size(2), num_ranks)
-    padding = (0, 0, 0, layout.padded_length - layout.length)
-    key, value = F.pad(key, padding), F.pad(value, padding)
-    outputs = []
-    for rank in range(num_ranks):
-        segment = layout.shard(query, rank, dim=2, fill=0)
-        tiles = plan(layout, rank, None, is_causal, kernel.max_queries)
-        outputs.append(attend(segment, key, value, Work(tiles, kernel)))
-    return layout.unshard(torch.cat(outputs, 2), dim=2)
-
-
-@KERNELS
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize(("length", "num_ranks"), [(12, 1), (12, 3), (13, 4), (2, 3), (1, 2), (130, 2)])
-@pytest.mark.parametrize(("heads", "key_value_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_equals_the_whole(kernel, is_causal, length, num_ranks, heads, key_value_heads):
-    torch.manual_seed(0)
-    tensors = inputs(length, heads, key_value_heads, torch.float64)
-    expected = F.scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=True)
-    weight = torch.randn_like(expected)
-    expected_gradients = torch.autograd.grad((expected * weight).sum(), tensors)
-    actual = by_segments(*tensors, num_ranks, is_causal, kernel)
-    gradients = torch.autograd.grad((actual * weight).sum(), tensors)
+@pytest.mark.parametrize("length", [1, 7, 700])
+def test_one_rank_is_torchs_function(kernel, is_causal, length):
+    tensors = inputs(length, 6, 2)
+    expected = F.scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=True, scale=0.7)
+    actual = lss.attention(*tensors, mask=Causal() if is_causal else None, kernel=kernel, scale=0.7)
     assert_same(actual, expected, "output", 1e-12)
-    for name, gradient, reference in zip(("query", "key", "value"), gradients, expected_gradients, strict=True):
+    weight = torch.randn_like(expected)
+    wanted = torch.autograd.grad((expected * weight).sum(), tensors)
+    for name, gradient, reference in zip(
+        ("query", "key", "value"), torch.autograd.grad((actual * weight).sum(), tensors), wanted, strict=True
+    ):
         if length == 1 and name != "value":
             assert gradient.abs().max() < 1e-13  # one key: its weight is 1 whatever the scores
         else:
             assert_same(gradient, reference, name, 1e-12)
 
 
-@KERNELS
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_does_not_grow_with_ranks(kernel, dtype):
-    tensors = inputs(96, 2, 2, dtype)
+def test_many_blocks_cost_no_precision(kernel, dtype):
+    tensors = inputs(1000, dtype=dtype)
     exact = F.scaled_dot_product_attention(*(tensor.double() for tensor in tensors), is_causal=True)
-    errors = [(by_segments(*tensors, n, True, kernel) - exact).abs().max().item() for n in (1, 2, 8)]
-    assert errors[0] > 0
-    assert max(errors) < 4 * errors[0]
+    torchs = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    errors = [
+        (found - exact).abs().max().item() for found in (torchs, lss.attention(*tensors, mask=Causal(), kernel=kernel))
+    ]
+    assert 0 < errors[1] <= 2 * errors[0]
 
 
-def test_scale_is_used():
-    tensors = inputs(6, 2, 2, torch.float64)
-    expected = F.scaled_dot_product_attention(*tensors, is_causal=True, scale=0.7)
-    actual = attend(*tensors, Work(plan(Layout(6, 1), 0, None, True), MATH, scale=0.7))
-    assert_same(actual, expected, "output", 1e-12)
+def test_values_of_another_width():
+    query, key, _ = inputs(9)
+    value = torch.randn(2, 4, 9, 5, dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert_same(lss.attention(query, key, value, mask=Causal()), expected, "output", 1e-12)
+
+
+def test_alibi_is_that_of_bloom():
+    for heads in (4, 8, 12):
+        mask = torch.ones(1, 9)
+        theirs = build_alibi_tensor(mask, heads, torch.float64).view(heads, 1, 9)
+        index = torch.arange(9)
+        ours = Alibi.of(heads)(index, index)
+        row = ours[:, -1:, :]  # the last query's distances; theirs counts from the first key, a constant apart
+        assert_same(row - row[..., :1], theirs - theirs[..., :1], f"{heads} heads", 1e-6)
+
+
+@pytest.mark.parametrize("is_bidirectional", [True, False])
+def test_relative_bias_is_that_of_t5(is_bidirectional):
+    offsets = torch.arange(-400, 401)
+    theirs = T5Attention._relative_position_bucket(offsets, is_bidirectional, 32, 128)
+    ours = RelativeBias(4, is_bidirectional=is_bidirectional).buckets(offsets)
+    assert torch.equal(ours, theirs)
+
+
+def test_flops_are_those_of_the_mask():
+    """Counted by torch, forward and backward, of the operator that it does not know by its own formula."""
+    aten = torch.ops.aten
+    known = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **others: sdpa_flop_count(*shapes[:3]),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda *shapes, **others: sdpa_backward_flop_count(*shapes[:4])
+        ),
+    }
+    length, tensors = 2048, inputs(2048, 1, 1, torch.float32, 8)
+    areas = {Full(): length**2, Causal(): length**2 / 2, Causal() & Window(511): length * 512 - 512**2 / 2}
+    counted = []
+    for mask, area in areas.items():
+        with FlopCounterMode(display=False, custom_mapping=known) as counter:
+            lss.attention(*tensors, mask=mask).sum().backward()
+        counted.append(counter.get_total_flops() / area)
+    assert counted[0] > 0
+    assert max(counted) <= 1.1 * counted[0]
+
+
+class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(part, torch.Tensor):
+                self.largest = max(self.largest, part.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    "mask", [Causal(), Causal() & Window(300), Window(100, 100), Documents((((0, 900), (900, 2048)),) * 2)]
+)
+def test_no_tensor_of_all_pairs_exists(mask):
+    tensors = inputs(2048, 1, 1, torch.float32)
+    with Sizes() as seen:
+        lss.attention(*tensors, mask=mask).sum().backward()
+    assert seen.largest <= 2048 * 2 * 8  # a query
+
+
+REFUSALS = {
+    "it gives a bias no gradient": lambda q, k, v: lss.attention(q, k, v, bias=RelativeBias(4), kernel="flash_cpu"),
+    "keys and values of one width": lambda q, k, v: lss.attention(q, k, v[..., :3], kernel="flash_cpu"),
+    "attention.kernel = 'flash'": lambda q, k, v: lss.attention(q, k, v, kernel="flash"),
+    "a bias without a rule for positions": lambda q, k, v: lss.attention(q, k, v, bias=torch.zeros(4, 6, 6)),
+    "a mask for 3 of 2 sequences": lambda q, k, v: lss.attention(q, k, v, mask=Padding((((0, 1),), ((0, 2),), ()))),
+    "a mask for 2 of 4 heads": lambda q, k, v: lss.attention(q, k, v, mask=Dense(torch.ones(2, 2, 6, 6).bool())),
+    "a dense mask of torch.float64": lambda q, k, v: Dense(torch.zeros(6, 6).double()),
+    "a dense bias of torch.int64": lambda q, k, v: DenseBias(torch.zeros(6, 6).long()),
+    "a window of -1": lambda q, k, v: Window(-1),
+    "a padding mask of shape (3,)": lambda q, k, v: Padding.of(torch.ones(3)),
+    "query, key and value of shapes": lambda q, k, v: lss.attention(q, k[:, :3], v[:, :3]),
+    "one dtype": lambda q, k, v: lss.attention(q, k.float(), v),
+    "a query of 6 slots": lambda q, k, v: lss.attention(q, k, v, layout=Layout.contiguous(7, 1)),
+    "gather='x'": lambda q, k, v: lss.attention(q, k, v, gather="x"),
+    "chunks=0": lambda q, k, v: lss.attention(q, k, v, chunks=0),
+    "masks of 2 and of 3 sequences": lambda q, k, v: lss.attention(
+        q, k, v, mask=Padding((((0, 1),), ())) & Padding((((0, 1),), (), ()))
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_cannot_be_done_is_refused(message):
+    with pytest.raises((KernelError, MaskError, LayoutError, lss.LssError)) as raised:
+        REFUSALS[message](*inputs(6))
+    assert message in str(raised.value)
+    assert "allowed" in str(raised.value)

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from lss.config import Config, parse, parser
+from lss.config import Config
 from lss.errors import LssError
+from lss.flags import parse, parser
 
 
 def read(*arguments):

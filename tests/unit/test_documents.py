@@ -1,48 +1,10 @@
-"""Spans, shifts and plans against masks written out."""
-
-from itertools import pairwise
+"""Spans and shifts, written out."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lss import documents as spans
-from lss.attention import plan
 from lss.errors import LayoutError
-from lss.layout import Layout
-
-
-@st.composite
-def packed(draw):
-    length = draw(st.integers(1, 20))
-    rows = []
-    for _ in range(draw(st.integers(1, 3))):
-        cuts = sorted(draw(st.sets(st.integers(0, length), min_size=2, max_size=6)) | {0})
-        pieces = list(pairwise(cuts))
-        rows.append(tuple(piece for piece in pieces if draw(st.booleans())))
-    return length, tuple(rows)
-
-
-@given(packed(), st.integers(1, 5), st.booleans(), st.sampled_from([None, 1, 3]))
-def test_the_plan_is_the_mask(case, num_ranks, is_causal, max_queries):
-    length, documents = case
-    layout = Layout(length, num_ranks)
-    seen = torch.zeros(len(documents), layout.padded_length, layout.padded_length, dtype=torch.int64)
-    for rank in range(num_ranks):
-        for tile in plan(layout, rank, documents, is_causal, max_queries):
-            assert max_queries is None or tile.stop - tile.start <= max_queries
-            for block in tile.blocks:
-                size = (tile.stop - tile.start, block.stop - block.start)
-                ones = torch.ones(size, dtype=torch.int64)
-                part = ones.tril() if block.is_causal else ones
-                first = layout.start(rank)
-                seen[tile.rows, first + tile.start : first + tile.stop, block.start : block.stop] += part
-    wanted = torch.zeros_like(seen)
-    for row, pieces in enumerate(documents):
-        for start, stop in pieces:
-            wanted[row, start:stop, start:stop] = 1
-    assert torch.equal(seen, wanted.tril() if is_causal else wanted)
 
 
 def test_eight_tokens_as_two_segments_have_seven_labels():

@@ -1,8 +1,18 @@
-"""Attention with Q distributed and K, V collected."""
+"""Attention over segments: blocks of a mask, kernels that compute them, and the schedule of what is gathered."""
 
-from lss.attention.blocks import Work, attend
-from lss.attention.kernels import kernel_for, why
-from lss.attention.layer import GATHERS, AttentionLayer, DistributedAttention, Gather
-from lss.attention.plan import plan
+from lss.attention.functional import attention
+from lss.attention.kernels import KernelName
+from lss.attention.layer import AttentionLayer, DistributedAttention, mask_of
+from lss.attention.schedule import Schedule
+from lss.attention.sources import GATHERS, Gather
 
-__all__ = ["GATHERS", "AttentionLayer", "DistributedAttention", "Gather", "Work", "attend", "kernel_for", "plan", "why"]
+__all__ = [
+    "GATHERS",
+    "AttentionLayer",
+    "DistributedAttention",
+    "Gather",
+    "KernelName",
+    "Schedule",
+    "attention",
+    "mask_of",
+]

@@ -1,109 +1,159 @@
-"""Attention of a segment's queries over the keys of all, block by block, merged by log-sum-exp (paper, Equation 2)."""
+"""Attention block by block: partial outputs merged by log-sum-exp (paper, Equation 2), partial gradients added."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
 from lss.attention.kernels import Kernel, Operands
-from lss.attention.plan import Block, Tile
+from lss.attention.plan import Block
+from lss.bias import Bias
+from lss.context import wide
 from lss.dropout import Site, keep_weights
+from lss.layout import Piece
+from lss.masks import Mask, View
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank has to compute in one attention layer.
+    """How blocks are computed.
 
     Args:
-        tiles: Who sees what, from `plan`.
         kernel: What computes a block.
+        mask: Who sees whom; asked for the pairs of partial blocks.
         scale: Factor of the scores; None for 1 / sqrt(D).
-        first_slot: Slot in the whole sequence of the first query.
+        bias: What is added to the scores; None for nothing.
         dropout: Place of the dropout of attention weights; None for none.
     """
 
-    tiles: tuple[Tile, ...]
     kernel: Kernel
+    mask: Mask
     scale: float | None = None
-    first_slot: int = 0
+    bias: Bias | None = None
     dropout: Site | None = None
 
+    @property
+    def learned(self) -> tuple[nn.Parameter, ...]:
+        """Parameters of the bias that need a gradient."""
+        bias = self.bias
+        return tuple(w for w in bias.parameters() if w.requires_grad) if isinstance(bias, nn.Module) else ()
 
-def attend(query: Tensor, key: Tensor, value: Tensor, work: Work) -> Tensor:
-    """What `scaled_dot_product_attention` of the whole sequence gives at this segment's queries.
+    def operands(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Operands:
+        """What the kernel is given of [B, H, S, D] and [B, K, T, D]."""
+        queries = block.of_queries(query)
+        positions = (_positions(piece, query.device) for piece in (block.queries, block.keys))
+        keep: Tensor | None = None
+        if self.dropout:
+            rows = range(query.size(0))[block.rows]
+            keep = keep_weights(self.dropout, rows, block.queries, block.keys, query.size(1), query.device)
+        partial = block.view is View.PARTIAL
+        wanted = tuple(positions) if partial or self.bias else ()
+        return Operands(
+            queries,
+            block.of_keys(key),
+            block.of_keys(value),
+            1 / math.sqrt(query.size(-1)) if self.scale is None else self.scale,
+            block.view is View.CAUSAL,
+            self.mask.pairs(block.rows.start or 0, *wanted) if partial else None,
+            self.bias(*wanted).detach() if self.bias else None,
+            keep,
+            self.dropout.scale if self.dropout else 1.0,
+        )
+
+
+class Output:
+    """The output of a segment's queries, as blocks of keys come in.
 
     Args:
-        query: [B, H, S, D], the queries of one segment.
-        key: [B, K, T, D], the keys of all slots in order; H is a multiple of K.
-        value: [B, K, T, D].
-        work: Who sees what, and how it is computed.
-
-    Returns:
-        [B, H, S, D], in the dtype of `query`; zeros for queries that see no key.
+        query: [B, H, S, D].
+        value_width: D of the output.
     """
-    output: Tensor = _Attend.apply(query, key, value, work)  # type: ignore[no-untyped-call]
-    return output
+
+    def __init__(self, query: Tensor, value_width: int) -> None:
+        sums = wide(query.new_empty(0)).dtype
+        self.values = query.new_zeros(*query.shape[:3], value_width, dtype=sums)
+        self.log_sum_exp = query.new_full(query.shape[:3], -math.inf, dtype=sums)
+
+    def add(self, work: Work, blocks: Iterable[Block], query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Take in some blocks of keys and values, [B, K, T, D]."""
+        for block in blocks:
+            output, log_sum_exp = work.kernel.forward(work.operands(block, query, key, value))
+            merge_(block.of_queries(self.values), block.of_queries(self.log_sum_exp), output, log_sum_exp)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Take in one score a head, [H], that has no value: softmax adds up to less than one."""
+        total = torch.logaddexp(self.log_sum_exp, sinks.to(self.log_sum_exp.dtype).view(-1, 1))
+        self.values *= (self.log_sum_exp - total).exp().unsqueeze(-1)
+        self.log_sum_exp = total
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, work: Work) -> Tensor:
-        output = torch.zeros_like(query)
-        log_sum_exp = query.new_full(query.shape[:3], -math.inf, dtype=_wide_dtype(query))
-        for tile in work.tiles:
-            parts = (work.kernel.forward(given) for _, given in _operands(query, key, value, work, tile))
-            joined = next(parts)
-            for part in parts:
-                joined = merge(*joined, *part)
-            tile.of_queries(output).copy_(joined[0])
-            tile.of_queries(log_sum_exp).copy_(joined[1])
-        ctx.save_for_backward(query, key, value, output, log_sum_exp)
-        ctx.work = work
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, output, log_sum_exp = ctx.saved_tensors
-        sums = [torch.zeros_like(tensor, dtype=_wide_dtype(tensor)) for tensor in (query, key, value)]
-        for tile in ctx.work.tiles:
-            rows = [tile.of_queries(tensor) for tensor in (gradients[0], output, log_sum_exp)]
-            for block, given in _operands(query, key, value, ctx.work, tile):
-                to_query, to_key, to_value = ctx.work.kernel.backward(given, *rows)
-                tile.of_queries(sums[0]).add_(to_query)
-                tile.of_keys(sums[1], block).add_(to_key)
-                tile.of_keys(sums[2], block).add_(to_value)
-        grad_query, grad_key, grad_value = (total.to(query.dtype) for total in sums)
-        return grad_query, grad_key, grad_value, None
+def merge_(output: Tensor, log_sum_exp: Tensor, other: Tensor, other_log_sum_exp: Tensor) -> None:
+    """Join attention over two disjoint sets of keys, in place of the first; all in float32 or wider."""
+    share = torch.sigmoid(other_log_sum_exp - log_sum_exp).nan_to_num_(0.0)  # neither saw a key: -inf - -inf
+    output.lerp_(other.to(output.dtype), share.unsqueeze(-1))
+    torch.logaddexp(log_sum_exp, other_log_sum_exp, out=log_sum_exp)
 
 
-def merge(output: Tensor, log_sum_exp: Tensor, other: Tensor, other_log_sum_exp: Tensor) -> tuple[Tensor, Tensor]:
-    """Join attention over two disjoint sets of keys; all in float32 or wider."""
-    total = torch.logaddexp(log_sum_exp, other_log_sum_exp)
-    weight, other_weight = (log_sum_exp - total).exp(), (other_log_sum_exp - total).exp()
-    return output * weight.unsqueeze(-1) + other * other_weight.unsqueeze(-1), total
+@dataclass
+class Gradients:
+    """Gradients of a segment's queries, and of the learned bias, as blocks go back.
+
+    Args:
+        work: How blocks are computed.
+        query: [B, H, S, D].
+        output: [B, H, S, D], of all keys.
+        log_sum_exp: [B, H, S], of all keys.
+        gradient: Of the output.
+    """
+
+    work: Work
+    query: Tensor
+    output: Tensor
+    log_sum_exp: Tensor
+    gradient: Tensor
+    of_query: Tensor = field(init=False)
+    of_bias: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.of_query = wide_zeros(self.query)
+        self.of_bias = [torch.zeros_like(weight) for weight in self.work.learned]
+
+    def add(self, blocks: Iterable[Block], key: Tensor, value: Tensor, of_key: Tensor, of_value: Tensor) -> None:
+        """Take back some blocks of keys and values; their gradients are added to `of_key` and `of_value`."""
+        for block in blocks:
+            rows = (block.of_queries(tensor) for tensor in (self.gradient, self.output, self.log_sum_exp))
+            given = self.work.operands(block, self.query, key, value)
+            to_query, to_key, to_value, to_bias = self.work.kernel.backward(given, *rows)
+            block.of_queries(self.of_query).add_(to_query)
+            block.of_keys(of_key).add_(to_key)
+            block.of_keys(of_value).add_(to_value)
+            if self.of_bias and to_bias is not None:
+                self._add_to_bias(block, to_bias)
+
+    def of_sinks(self, sinks: Tensor) -> Tensor:
+        """[H]: a sink's weight times its gradient, which is minus the row's sum of output times gradient."""
+        weights = (sinks.to(self.log_sum_exp.dtype).view(-1, 1) - self.log_sum_exp).exp()
+        row = (wide(self.gradient) * wide(self.output)).sum(-1)
+        return -(weights * row).sum((0, 2)).to(sinks.dtype)
+
+    def _add_to_bias(self, block: Block, gradient: Tensor) -> None:
+        assert self.work.bias is not None
+        with torch.enable_grad():
+            values = self.work.bias(*(_positions(piece, self.query.device) for piece in (block.queries, block.keys)))
+        parts = torch.autograd.grad(values, self.work.learned, gradient.to(values.dtype), allow_unused=True)
+        for total, part in zip(self.of_bias, parts, strict=True):
+            if part is not None:
+                total += part
 
 
-def _operands(query: Tensor, key: Tensor, value: Tensor, work: Work, tile: Tile) -> Iterator[tuple[Block, Operands]]:
-    queries = tile.of_queries(query)
-    scale = 1 / math.sqrt(query.size(-1)) if work.scale is None else work.scale
-    keep: Tensor | None = None
-    if work.dropout:
-        rows = range(query.size(0))[tile.rows]
-        start = work.first_slot + tile.start
-        keep = keep_weights(work.dropout, rows, start, queries.size(2), query.size(1), query.device)
-    for block in tile.blocks:
-        kept = None if keep is None else keep[..., block.start : block.stop]
-        kept_scale = work.dropout.scale if work.dropout else 1.0
-        keys, values = tile.of_keys(key, block), tile.of_keys(value, block)
-        yield block, Operands(queries, keys, values, block.is_causal, scale, kept, kept_scale)
+def wide_zeros(tensor: Tensor) -> Tensor:
+    """Zeros of its shape, in which gradients are summed."""
+    return torch.zeros_like(tensor, dtype=wide(tensor.new_empty(0)).dtype, memory_format=torch.contiguous_format)
 
 
-def _wide_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def _positions(piece: Piece, device: torch.device) -> Tensor:
+    return torch.arange(piece.start, piece.stop, device=device)

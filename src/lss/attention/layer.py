@@ -1,25 +1,21 @@
-"""An attention layer over segments: what it gathers, and where (paper, Principle 3 and "Fused communication")."""
+"""An attention layer over segments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from inspect import Signature
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, cast
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lss.attention.blocks import Work, attend
-from lss.attention.kernels import kernel_for
-from lss.attention.plan import plan
-from lss.collectives import gather
+from lss.attention.attend import attend
+from lss.attention.schedule import Scene, Schedule, describe, fewest_seconds, prepare
+from lss.attention.sources import Gather, Input, KeyValue, Source
 from lss.context import SequenceContext, autocast_dtype
 from lss.dropout import Site
 from lss.errors import LayoutError, ModelError
-
-Gather = Literal["x", "kv", "separate"]
-GATHERS: tuple[str, ...] = get_args(Gather)
+from lss.masks import Causal, Documents, Full, Mask
 
 
 class AttentionLayer(Protocol):
@@ -27,8 +23,10 @@ class AttentionLayer(Protocol):
 
     Its own forward is replaced: query, key and value are projected, keys and values collected, attention computed,
     and the output projected, by the three methods alone. So a forward that does more than these has no place in it.
-    The layer may also have `attention_dropout` (rate on the attention weights) and `scale` (factor of the scores,
-    1 / sqrt(D) otherwise).
+
+    It may also have `mask` (an `lss.masks.Mask`, in place of `is_causal`), `bias` (as in `lss.bias`), `sinks` (a
+    parameter [H]), `attention_dropout` (rate on the attention weights) and `scale` (factor of the scores, 1 / sqrt(D)
+    otherwise).
 
     Attributes:
         is_causal: Whether a token sees no later token.
@@ -42,10 +40,22 @@ class AttentionLayer(Protocol):
         """[B, S, E] at `positions`, [S] or [B, S], to [B, H, S, D]."""
 
     def project_key_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, E] at `positions`, [S] or [B, S], to keys and values, each [B, K, S, D]."""
+        """[B, S, E] at `positions`, [S] or [B, S], to keys and values, each [B, K, S, D].
+
+        With gather `x` it is called with parts of the gathered input too, and again in backward.
+        """
 
     def project_output(self, attended: Tensor) -> Tensor:
         """[B, H, S, D] to [B, S, E]."""
+
+
+def mask_of(layer: nn.Module) -> Mask | None:
+    """Who sees whom in a layer: its `mask`, or what `is_causal` says; None where it has neither."""
+    mask = getattr(layer, "mask", None)
+    if isinstance(mask, Mask):
+        return mask
+    is_causal = getattr(layer, "is_causal", None)
+    return (Causal() if is_causal else Full()) if isinstance(is_causal, bool) else None
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class DistributedAttention:
     Args:
         layer: The layer.
         context: The context of the parallelized model.
-        gather: What to gather.
+        schedule: How it is computed.
         name: Qualified name of the layer, for the ledger.
         signature: Of the layer's own forward.
         dropout: Place of the dropout of attention weights; None for none.
@@ -63,7 +73,7 @@ class DistributedAttention:
 
     layer: AttentionLayer
     context: SequenceContext
-    gather: Gather
+    schedule: Schedule
     name: str
     signature: Signature
     dropout: Site | None = None
@@ -77,10 +87,21 @@ class DistributedAttention:
                 f"{self.name} was given {x.size(1)} tokens of a segment that has {layout.segment_length} slots",
                 allowed="the tokens that lss.shard returned, with the segment that it returned beside them",
             )
-        query = self.layer.project_query(x, self.context.positions(x.device))
-        key, value = _COLLECT[self.gather](self, x)
-        self.check_widths(query, key, value)
-        return self.layer.project_output(attend(query, key, value, self._work(query)))
+        positions = self.context.positions(x.device)
+        query = self.layer.project_query(x, positions)
+        key, value = self.layer.project_key_value(x, positions)
+        self._check_widths(query, key, value)
+        source = self._source(x, key, value)
+        dropout = self.dropout if self.layer.training else None
+        if dropout:
+            dropout.enter()
+        scale, bias = getattr(self.layer, "scale", None), getattr(self.layer, "bias", None)
+        scene = Scene(self._mask(), layout, layout, scale, bias, dropout)
+        tensors, context = (query, key, value), self.context
+        call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name, context.plans)
+        if self.name not in context.choices:
+            context.choices[self.name] = describe(call)
+        return self.layer.project_output(attend(*tensors, call, getattr(self.layer, "sinks", None)))
 
     def _only_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The first argument of the layer's own forward; a mask or anything else that is given is refused."""
@@ -90,70 +111,36 @@ class DistributedAttention:
                 raise ModelError(
                     f"{self.name} was called with {argument}=..., which cannot be honoured over segments",
                     allowed="the input and `positions`",
-                    remedy="say padding and documents to lss.shard; causality is the layer's is_causal",
+                    remedy="say padding and documents to lss.shard; other masks are the layer's attribute `mask`",
                 )
         return x  # type: ignore[no-any-return]
 
-    def check_widths(self, *heads: Tensor) -> None:
-        """Raise ModelError unless queries, keys and values are equally wide."""
-        if len({part.size(-1) for part in heads}) > 1:
+    def _check_widths(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.size(-1) != key.size(-1) or query.size(1) % key.size(1) or key.shape[:3] != value.shape[:3]:
             raise ModelError(
-                f"{self.name} has heads of widths {[part.size(-1) for part in heads]}",
-                allowed="queries, keys and values of one width",
+                f"{self.name} has queries, keys and values of {[tuple(t.shape) for t in (query, key, value)]}",
+                allowed="[B, H, S, D], [B, K, S, D] and [B, K, S, any width], H a multiple of K",
             )
 
-    def _work(self, query: Tensor) -> Work:
-        layout, rank = self.context.layout, self.context.sequence.rank
-        dropping = self.dropout is not None and self.layer.training
-        kernel = kernel_for(query.device, drops_weights=dropping)
-        tiles = plan(layout, rank, self.context.present.documents, self.layer.is_causal, kernel.max_queries)
-        dropout = self.dropout if dropping else None
-        if dropout:
-            dropout.enter()
-        return Work(tiles, kernel, getattr(self.layer, "scale", None), layout.start(rank), dropout)
+    def _mask(self) -> Mask:
+        mask, documents = mask_of(cast(nn.Module, self.layer)), self.context.present.documents
+        assert mask is not None
+        if documents is None:
+            return mask
+        return Documents(documents) if mask == Full() else mask & Documents(documents)
 
-    def own_key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of this rank's slots, each [B, K, S, D]."""
-        return self.layer.project_key_value(x, self.context.positions(x.device))
-
-
-def _collect_x(attention: DistributedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """One message of the layer's input; every rank projects K and V of the whole sequence from it."""
-    context = attention.context
-    if context.sequence.size == 1:
-        return attention.own_key_value(x)
-    sequence_first = x.to(autocast_dtype(x)).transpose(0, 1)  # [B, S, E] -> [S, B, E]
-    whole = gather(sequence_first, context.sequence, attention.name).transpose(0, 1)  # [N * S, B, E] -> [B, N * S, E]
-    # a linear layer would copy a strided input once for K and once for V, and keep both copies for backward
-    return attention.layer.project_key_value(whole.contiguous(), context.all_positions(x.device))
+    def _source(self, x: Tensor, key: Tensor, value: Tensor) -> Source:
+        gather: Gather = self.schedule.gather
+        num_ranks = self.context.sequence.size
+        if gather == "auto":
+            gather = fewest_seconds(x, key, value, num_ranks)
+        if gather != "x" or num_ranks == 1:
+            return KeyValue(separate=gather == "separate" or key.size(-1) != value.size(-1))
+        layer = cast(nn.Module, self.layer)
+        parameters = tuple(weight for weight in layer.parameters() if weight.requires_grad)
+        project = partial(_project, self.layer, self.context.all_positions(x.device))
+        return Input(x.to(autocast_dtype(x)), parameters, project)
 
 
-def _collect_kv(attention: DistributedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """One message of K and V, packed."""
-    key, value = attention.own_key_value(x)
-    if attention.context.sequence.size == 1:
-        return key, value
-    attention.check_widths(key, value)
-    packed = torch.stack((key, value)).permute(3, 1, 0, 2, 4)  # [2, B, K, S, D] -> [S, B, 2, K, D]
-    whole = gather(packed, attention.context.sequence, attention.name)
-    keys, values = whole.permute(2, 1, 3, 0, 4).unbind()  # [N * S, B, 2, K, D] -> 2 of [B, K, N * S, D]
-    return keys, values
-
-
-def _collect_separate(attention: DistributedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two messages: K, then V."""
-    key, value = attention.own_key_value(x)
-    return _gather_heads(attention, key), _gather_heads(attention, value)
-
-
-def _gather_heads(attention: DistributedAttention, heads: Tensor) -> Tensor:
-    axis = attention.context.sequence
-    whole = gather(heads.permute(2, 0, 1, 3), axis, attention.name)  # [B, K, S, D] -> [S, B, K, D]
-    return whole.permute(1, 2, 0, 3) if axis.size > 1 else heads  # [N * S, B, K, D] -> [B, K, N * S, D]
-
-
-_COLLECT: dict[str, Callable[[DistributedAttention, Tensor], tuple[Tensor, Tensor]]] = {
-    "x": _collect_x,
-    "kv": _collect_kv,
-    "separate": _collect_separate,
-}
+def _project(layer: AttentionLayer, positions: Tensor, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    return layer.project_key_value(x, positions[..., slots])

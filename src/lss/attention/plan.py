@@ -1,82 +1,272 @@
-"""Which keys each query of a segment sees, as blocks without masks: worked out on the host, no tensor is read."""
+"""Which blocks of queries and keys a rank computes: made on the host from masks and layouts, no tensor is read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import Tensor
 
-from lss.documents import Documents, Span
-from lss.layout import Layout
+from lss.layout import Layout, Piece
+from lss.masks import Mask, View
+
+# Share of the computed area that blocks on the edge of a mask may waste before they are cut smaller.
+WASTE = 0.05
+# Blocks that documents' edges run through are computed with a mask if they are not longer than this.
+_SMALL = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large the blocks of a kernel may be; None for any size.
+
+    Args:
+        queries: Queries of any block.
+        keys: Keys of any block.
+        edge: Size of blocks on the edge of a mask, at first; smaller while they waste too much. None leaves causal
+            blocks whole and cuts others only where they waste too much.
+        joined: Whether full blocks may be joined where their keys are neighbours in memory, though not in the sequence.
+    """
+
+    queries: int | None = None
+    keys: int | None = None
+    edge: int | None = 512
+    smallest_edge: int = 32
+    joined: bool = True
 
 
 @dataclass(frozen=True)
 class Block:
-    """Keys at slots [start, stop) of the whole sequence: all visible, or causally from the tile's first query on."""
-
-    start: int
-    stop: int
-    is_causal: bool
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries of some sequences that see the same blocks of keys.
+    """Some queries and some keys of some sequences.
 
     Args:
         rows: Sequences of the batch.
-        start: First local slot.
-        stop: The one behind the last.
-        blocks: What these queries see; blocks do not overlap.
+        queries: Their slots in the tensor of queries, and positions.
+        keys: The same of the keys; positions are not those of every key where blocks were joined.
+        view: FULL, CAUSAL or PARTIAL.
     """
 
     rows: slice
+    queries: Piece
+    keys: Piece
+    view: View
+
+    @property
+    def area(self) -> int:
+        """Pairs, of one sequence."""
+        return len(self.queries) * len(self.keys)
+
+    def of_queries(self, tensor: Tensor) -> Tensor:
+        """The block's part of a tensor [B, H, S, ...]."""
+        return tensor[self.rows, :, self.queries.slot : self.queries.slot + len(self.queries)]
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        """The block's part of a tensor [B, K, T, ...]."""
+        return tensor[self.rows, :, self.keys.slot : self.keys.slot + len(self.keys)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring slots of a gathered tensor that this rank needs.
+
+    Args:
+        start: First slot.
+        stop: The one behind the last.
+        blocks: What is computed with them; their keys' slots count from `start`.
+    """
+
     start: int
     stop: int
     blocks: tuple[Block, ...]
 
-    def of_queries(self, tensor: Tensor) -> Tensor:
-        """The tile's part of a tensor [B, H, S, ...]."""
-        return tensor[self.rows, :, self.start : self.stop]
 
-    def of_keys(self, tensor: Tensor, block: Block) -> Tensor:
-        """A block's part of a tensor [B, K, T, ...]."""
-        return tensor[self.rows, :, block.start : block.stop]
+@dataclass(frozen=True)
+class Chunk:
+    """What one all-gather brings: the slots [start, stop) of every rank's segment.
+
+    Args:
+        start: First slot of a segment.
+        stop: The one behind the last.
+        runs: What of it is needed; the rank's own slots are not.
+    """
+
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank computes in one attention layer.
+
+    Args:
+        own: Blocks of the keys of its own segment.
+        chunks: The other keys, in the order in which they arrive.
+    """
+
+    own: tuple[Block, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All of them."""
+        return self.own + tuple(block for chunk in self.chunks for run in chunk.runs for block in run.blocks)
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether some block needs a mask."""
+        return any(block.view is View.PARTIAL for block in self.blocks)
 
 
 def plan(
-    layout: Layout, rank: int, documents: Documents | None, is_causal: bool, max_queries: int | None = None
-) -> tuple[Tile, ...]:
-    """Tiles of the queries that `rank` holds. Nothing crosses a document; queries of padding are in no tile.
+    mask: Mask, num_sequences: int, queries: Layout, keys: Layout, rank: int, limits: Limits, num_chunks: int = 1
+) -> Plan:
+    """Cut the work of `rank` into blocks that its kernel takes, as small at the edges of the mask as it pays.
 
     Args:
-        layout: The layout of the batch.
+        mask: Who sees whom.
+        num_sequences: B.
+        queries: The layout of the queries.
+        keys: The layout of the keys.
         rank: The rank in the sequence group.
-        documents: Spans of each sequence; None where each sequence is one document.
-        is_causal: Whether a query sees no later key.
-        max_queries: Queries of a tile at most; None for any number.
+        limits: Of the kernel.
+        num_chunks: Pieces in which the other ranks' keys arrive.
     """
-    if documents is None or all(spans == documents[0] for spans in documents):
-        shared = documents[0] if documents else ((0, layout.length),)
-        rows: list[tuple[slice, Sequence[Span]]] = [(slice(None), shared)]
-    else:
-        rows = [(slice(row, row + 1), spans) for row, spans in enumerate(documents)]
-    first = layout.start(rank)
-    tiles = []
-    for index, spans in rows:
-        for start, stop in spans:
-            own_stop = min(stop, first + layout.segment_length)
-            for own_start in range(max(start, first), own_stop, max_queries or layout.segment_length):
-                last = min(own_stop, own_start + (max_queries or layout.segment_length))
-                blocks = _blocks(start, stop, own_start, last, is_causal)
-                tiles.append(Tile(index, own_start - first, last - first, blocks))
-    return tuple(tiles)
+    edge = limits.edge or max(queries.length, keys.length)
+    while True:
+        found = _plan(mask, num_sequences, queries, keys, rank, replace(limits, edge=edge), num_chunks)
+        total = sum(block.area for block in found.blocks)
+        edges = (View.PARTIAL,) if limits.edge is None else (View.PARTIAL, View.CAUSAL)
+        wasted = sum(block.area / 2 for block in found.blocks if block.view in edges)
+        if wasted <= WASTE * (total - wasted) or edge // 2 < limits.smallest_edge:
+            return found
+        edge //= 2
 
 
-def _blocks(start: int, stop: int, own_start: int, own_stop: int, is_causal: bool) -> tuple[Block, ...]:
-    """Keys [start, stop) as the queries at [own_start, own_stop) see them."""
-    if not is_causal:
-        return (Block(start, stop, False),)
-    own = Block(own_start, own_stop, True)
-    return (Block(start, own_start, False), own) if start < own_start else (own,)
+def _plan(
+    mask: Mask, num_sequences: int, queries: Layout, keys: Layout, rank: int, limits: Limits, num_chunks: int
+) -> Plan:
+    own_queries = queries.pieces(rank)
+    own = _blocks(mask, num_sequences, own_queries, keys.pieces(rank), limits)
+    if keys.num_ranks == 1:
+        return Plan(own, ())
+    chunks = []
+    size = -(-keys.segment_length // num_chunks)
+    for start in range(0, keys.segment_length, size):
+        stop = min(keys.segment_length, start + size)
+        pieces = [
+            replace(piece, slot=piece.slot + other * (stop - start))
+            for other in range(keys.num_ranks)
+            if other != rank
+            for piece in _clipped(keys.pieces(other), start, stop)
+        ]
+        chunks.append(Chunk(start, stop, tuple(_runs(_blocks(mask, num_sequences, own_queries, pieces, limits)))))
+    return Plan(own, tuple(chunks))
+
+
+def _clipped(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """The parts of pieces at the slots [start, stop), at slots that count from `start`."""
+    for piece in pieces:
+        first, last = max(piece.slot, start), min(piece.slot + len(piece), stop)
+        if first < last:
+            yield Piece(first - start, piece.start + first - piece.slot, piece.start + last - piece.slot)
+
+
+def _runs(blocks: tuple[Block, ...]) -> Iterator[Run]:
+    """Blocks by neighbouring keys."""
+    used = sorted({(block.keys.slot, block.keys.slot + len(block.keys)) for block in blocks})
+    edges: list[list[int]] = []
+    for start, stop in used:
+        if edges and start <= edges[-1][1]:
+            edges[-1][1] = max(edges[-1][1], stop)
+        else:
+            edges.append([start, stop])
+    for start, stop in edges:
+        inside = (block for block in blocks if start <= block.keys.slot < stop)
+        yield Run(
+            start,
+            stop,
+            tuple(replace(block, keys=replace(block.keys, slot=block.keys.slot - start)) for block in inside),
+        )
+
+
+def _blocks(
+    mask: Mask, num_sequences: int, queries: Iterable[Piece], keys: Iterable[Piece], limits: Limits
+) -> tuple[Block, ...]:
+    rows = [slice(row, row + 1) for row in range(num_sequences)] if mask.num_rows else [slice(None)]
+    queries, keys = tuple(queries), tuple(keys)
+    found = [
+        block
+        for row, own in enumerate(rows)
+        for query in queries
+        for key in keys
+        for block in _cut(mask, row, own, query, key, limits)
+    ]
+    return tuple(_joined(found, limits.keys) if limits.joined else found)
+
+
+def _cut(mask: Mask, row: int, rows: slice, query: Piece, key: Piece, limits: Limits) -> Iterator[Block]:
+    """Blocks of one piece of queries and one of keys, cut until each is full, empty, or small enough."""
+    view = mask.view(row, (query.start, query.stop), (key.start, key.stop))
+    if view is View.EMPTY:
+        return
+    edge = None if view is View.FULL else limits.edge
+    most_queries, most_keys = _least(limits.queries, edge), _least(limits.keys, edge)
+    if view is View.CAUSAL:  # cut alike, so that the parts on the diagonal are causal again
+        most_queries = most_keys = _least(most_queries, most_keys)
+    edges = _edges(mask, row, query, key) if view is View.PARTIAL else []
+    query_parts, key_parts = _parts(query, most_queries, edges), _parts(key, most_keys, edges)
+    if len(query_parts) == len(key_parts) == 1:
+        yield Block(rows, query, key, view)
+        return
+    for query_part in query_parts:
+        for key_part in key_parts:
+            yield from _cut(mask, row, rows, query_part, key_part, limits)
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _edges(mask: Mask, row: int, query: Piece, key: Piece) -> list[int]:
+    """Where documents and the like begin; the same for both, so that diagonals stay aligned. None in small blocks."""
+    if max(len(query), len(key)) <= _SMALL:
+        return []
+    found = mask.edges(row, (query.start, query.stop), of_keys=False)
+    return sorted({*found, *mask.edges(row, (key.start, key.stop), of_keys=True)})
+
+
+def _parts(piece: Piece, most: int | None, edges: list[int]) -> list[Piece]:
+    """The piece in two, at the edge nearest to its middle, or there if it is too long; else whole."""
+    inside = [edge for edge in edges if piece.start < edge < piece.stop]
+    if not inside and (most is None or len(piece) <= most):
+        return [piece]
+    middle = (piece.start + piece.stop) // 2
+    cut = min(inside, key=lambda edge: abs(edge - middle), default=middle)
+    return [
+        Piece(piece.slot + start - piece.start, start, stop) for start, stop in pairwise((piece.start, cut, piece.stop))
+    ]
+
+
+def _joined(blocks: list[Block], most_keys: int | None) -> Iterator[Block]:
+    """Full blocks of the same queries whose keys are neighbours in memory become one."""
+    full = [block for block in blocks if block.view is View.FULL]
+    yield from (block for block in blocks if block.view is not View.FULL)
+    full.sort(key=lambda block: (block.rows.start or 0, block.queries.slot, len(block.queries), block.keys.slot))
+    last: Block | None = None
+    for block in full:
+        if last and _are_neighbours(last, block) and len(last.keys) + len(block.keys) <= (most_keys or math.inf):
+            last = replace(last, keys=replace(last.keys, stop=last.keys.stop + len(block.keys)))
+            continue
+        if last:
+            yield last
+        last = block
+    if last:
+        yield last
+
+
+def _are_neighbours(first: Block, second: Block) -> bool:
+    same = (first.rows, first.queries) == (second.rows, second.queries)
+    return same and second.keys.slot == first.keys.slot + len(first.keys)

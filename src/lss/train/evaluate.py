@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -58,7 +58,7 @@ def evaluate(
     model.eval()
     for batch in batches(chosen, context.data.size, context.data.rank, config.train.batch):
         tensors = {name: tensor.to(device) for name, tensor in read(data, batch, config.data.length).items()}
-        part = shard(tensors, mesh, shift_labels=0)
+        part = shard(tensors, mesh, shift_labels=0, layout=config.attention.layout)
         with torch.no_grad(), autocast(config.train.precision, device):
             logits = model(part["tokens"], segment=part["segment"])
         one = torch.ones((), device=device)  # a sum now, divided by the count of all batches at the end
@@ -87,7 +87,7 @@ def evaluate_run(world: World, folder: RunFolder, config: Config, part: str, lim
     device = torch.device(mesh.device_type)
     plain = agree(folder.build)
     agree(partial(_check_length, plain, config.data.length))
-    model = parallelize(plain.to(device), mesh, gather=config.attention.gather)
+    model = parallelize(plain.to(device), mesh, **asdict(config.attention))
     chosen = agree(lambda: windows(split(data)[part], config.data.length, limit))
     num_batches = -(-len(chosen) // (config.train.batch * config.parallel.data))
     with display(world.rank, num_batches, "batch") as progress:

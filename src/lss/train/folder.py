@@ -16,8 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lss.config import Config, parse, parser
+from lss.config import Config
 from lss.errors import RunError
+from lss.flags import parse, parser
 from lss.models import GPT
 
 CONFIG, METRICS, WEIGHTS = "config.toml", "metrics.jsonl", "model.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lss.attention import kernel_for, why
 from lss.batch import shard
 from lss.collectives import agree, agree_equal, from_first_rank
 from lss.config import Config
@@ -56,7 +55,7 @@ class Trainer:
         plain = GPT(config.gpt())
         plain = (plain.double() if config.train.precision == "fp64" else plain).to(device)
         torch.use_deterministic_algorithms(config.train.deterministic)
-        model = parallelize(plain, mesh, gather=config.attention.gather, seed=seed, ordered=config.train.deterministic)
+        model = parallelize(plain, mesh, **asdict(config.attention), seed=seed, ordered=config.train.deterministic)
         return cls(config, mesh, model, context_of(model), sampler, *make_optimizer(model, config.train), device)
 
     def step(self, step: int) -> dict[str, Any]:
@@ -101,8 +100,9 @@ class Trainer:
         for part in range(parts):
             start, stop = first + part * size // parts, first + (part + 1) * size // parts
             whole = self.sampler.batch(step, slice(start, stop))
+            layout = self.config.attention.layout
             on_device = {name: tensor.to(self.device) for name, tensor in whole.items()}
-            yield shard(on_device, self.mesh, shift_labels=0, first_sample=start, step=step)
+            yield shard(on_device, self.mesh, shift_labels=0, layout=layout, first_sample=start, step=step)
 
     def _backward(self, batch: dict[str, Any], count: Tensor) -> Tensor:
         with autocast(self.config.train.precision, self.device):
@@ -145,9 +145,6 @@ def train(world: World, config: Config) -> None:
     metrics = agree(lambda: Metrics(folder if world.rank == 0 else None, config.run.tensorboard))
     with display(world.rank, config.train.steps, "step") as progress:
         progress.say(config.to_toml())
-        dropping = config.train.attention_dropout > 0
-        kernel = why(kernel_for(trainer.device, dropping), trainer.device, dropping)
-        progress.say(f"attention: kernel {kernel}, gather {config.attention.gather}")
         last = _steps(trainer, parts["validation"], metrics, progress)
         state = full_state_dict(trainer.model)
         if world.rank == 0:
@@ -164,6 +161,9 @@ def _steps(trainer: Trainer, validation: Bytes, metrics: Metrics, progress: Disp
         line = trainer.step(step)
         metrics.write(line)
         progress.advance(*step_text(line, trainer.context.ledger))
+        if step == 0:
+            for choice, layers in trainer.context.chosen().items():
+                progress.say(f"attention: {choice}, in {layers} layers")
         if step + 1 == steps or (every and (step + 1) % every == 0):
             result = trainer.evaluate(validation)
             metrics.write({"step": step + 1, "eval_loss": result.loss, "eval_bits_per_byte": result.bits_per_byte})

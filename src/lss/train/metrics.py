@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lss.collectives import Ledger
 from lss.errors import RunError
+from lss.ledger import Ledger
 from lss.train.folder import RunFolder
 
 

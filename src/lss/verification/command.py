@@ -8,9 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lss.attention import Gather
 from lss.collectives import agree
-from lss.config import ParallelConfig
+from lss.config import AttentionConfig, ParallelConfig
 from lss.errors import DifferentError, RunError
 from lss.mesh import World, init_mesh
 from lss.verification.compare import Report
@@ -19,7 +18,7 @@ from lss.verification.verify import verify
 
 
 def verify_target(
-    world: World, target: Target, parallel: ParallelConfig, gather: Gather, steps: int, file: str
+    world: World, target: Target, parallel: ParallelConfig, attention: AttentionConfig, steps: int, file: str
 ) -> None:
     """Verify, print the report, and write it as JSON where asked.
 
@@ -31,7 +30,7 @@ def verify_target(
     model, batch = agree(target.load)
     console = Console(quiet=world.rank > 0)
     with console.status("") as status:
-        report = verify(model, batch, mesh, gather=gather, steps=steps, progress=status.update)
+        report = verify(model, batch, mesh, attention=attention, steps=steps, progress=status.update)
     if world.rank == 0:
         console.print(report.render())
         console.print(f"{time.perf_counter() - started:.1f} s", style="dim")

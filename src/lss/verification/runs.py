@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def run_over_ranks(
 ) -> tuple[Run, SequenceContext]:
     """The same through this package; over one rank alone where there is no mesh. The model is changed."""
     run = Run()
-    model = parallelize(model, mesh, gather=setting.gather)
+    model = parallelize(model, mesh, **asdict(setting.attention))
     context = context_of(model)
     batch, labels = sharded(setting, context, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -88,7 +88,7 @@ def run_over_ranks(
 
 def evaluate_over_ranks(model: nn.Module, setting: Setting) -> Tensor:
     """Outputs of this rank's slots in evaluation."""
-    model = parallelize(model, setting.mesh, gather=setting.gather).eval()
+    model = parallelize(model, setting.mesh, **asdict(setting.attention)).eval()
     batch, _ = sharded(setting, context_of(model), setting.mesh)
     with torch.no_grad():
         outputs: Tensor = model(**batch)
@@ -98,6 +98,6 @@ def evaluate_over_ranks(model: nn.Module, setting: Setting) -> Tensor:
 def sharded(setting: Setting, context: SequenceContext, mesh: DeviceMesh | None) -> tuple[dict[str, Tensor], Tensor]:
     """The model's arguments for this rank's slots, and their labels."""
     whole, documents = setting.of_group(context.data)
-    batch = shard(whole, mesh, shift_labels=0, documents=documents)
+    batch = shard(whole, mesh, shift_labels=0, documents=documents, layout=setting.attention.layout)
     labels = batch.pop("labels")
     return batch, labels

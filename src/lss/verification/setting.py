@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from lss.attention import Gather
 from lss.batch import IGNORE_INDEX
 from lss.collectives import Axis
+from lss.config import AttentionConfig
 from lss.errors import LayoutError
 
 # (outputs, labels) to a sum over tokens; labels of -100 must add nothing.
@@ -36,7 +36,7 @@ class Setting:
     Args:
         batch: Tensors [B, L, ...], `labels` among them.
         mesh: The mesh to run over.
-        gather: What attention layers gather.
+        attention: How attention is computed.
         loss_sum: The loss, as a sum over tokens.
         documents: Lengths of packed documents, a list a sequence; None for none.
         dtype: In which all is computed.
@@ -44,7 +44,7 @@ class Setting:
 
     batch: dict[str, Tensor]
     mesh: DeviceMesh
-    gather: Gather
+    attention: AttentionConfig
     loss_sum: LossSum
     documents: Sequence[Sequence[int]] | None
     dtype: torch.dtype
@@ -159,7 +159,7 @@ class Setting:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{model}, {num_sequences} sequence{'s'[: num_sequences > 1]} of {length} tokens{documents}, "
-            f"{degrees}, gather {self.gather}, {dtype}"
+            f"{degrees}, gather {self.attention.gather}, {self.attention.layout}, {dtype}"
         )
 
 

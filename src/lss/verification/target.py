@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lss.config import Config, parse, parser
+from lss.config import Config
 from lss.errors import ConfigError
+from lss.flags import parse, parser
 from lss.models import GPT, PRESETS
 
 DROPOUT = 0.1

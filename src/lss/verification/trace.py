@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple
     serial.watch(model)
     outputs, labels = setting.run_plainly(model, serial.move), setting.labels
     (setting.loss_sum(outputs, labels) / (labels != -100).sum().clamp(min=1)).backward()
-    model = parallelize(copy.deepcopy(plain), setting.mesh, gather=setting.gather)
+    model = parallelize(copy.deepcopy(plain), setting.mesh, **asdict(setting.attention))
     ranks.watch(model)
     context = context_of(model)
     batch, labels = sharded(setting, context, setting.mesh)

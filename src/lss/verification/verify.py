@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lss.attention import Gather
 from lss.batch import shard
 from lss.collectives import Axis, agree
+from lss.config import AttentionConfig
 from lss.context import SequenceContext
 from lss.errors import LayoutError, ModelError
 from lss.verification.compare import SMALL, Check, Report, relative_error, report, rounding_bound
@@ -29,7 +29,7 @@ def verify(
     batch: Mapping[str, Tensor],
     mesh: DeviceMesh,
     *,
-    gather: Gather = "x",
+    attention: AttentionConfig | None = None,
     steps: int = 2,
     loss_sum: LossSum = cross_entropy_sum,
     documents: Sequence[Sequence[int]] | None = None,
@@ -52,7 +52,7 @@ def verify(
         batch: Whole sequences of all data groups: tensors [B, L, ...] under the names of the model's arguments, and
             integer `labels`, shifted already; also `attention_mask` and `position_ids`, as `shard` takes them in.
         mesh: The mesh to run over.
-        gather: What attention layers gather.
+        attention: How attention is computed, as `parallelize` takes it, and the layout that `shard` cuts by.
         steps: Steps of SGD.
         loss_sum: The loss of outputs and labels, as a sum over tokens; cross-entropy by default.
         documents: Lengths of packed documents, as `shard` takes them.
@@ -68,7 +68,8 @@ def verify(
     """
     if steps < 1:
         raise LayoutError(f"steps={steps}", allowed="at least 1")
-    setting = Setting(_in(torch.float64, batch, mesh), mesh, gather, loss_sum, documents, torch.float64)
+    whole, attention = _in(torch.float64, batch, mesh), attention or AttentionConfig()
+    setting = Setting(whole, mesh, attention, loss_sum, documents, torch.float64)
     _check(setting)
     progress("serial run")
     serial, setting = agree(lambda: _run_serially(model, setting, steps))

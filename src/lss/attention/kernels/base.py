@@ -1,0 +1,113 @@
+"""What a kernel is given, and what it must be able to do.
+
+A backward given the output and log-sum-exp of *all* keys returns the exact gradients of the keys that it was shown,
+so that the parts of a row of scores can be computed one after the other and simply added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lss.attention.plan import Limits
+from lss.context import wide
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One block: queries, the keys that they see, and how.
+
+    Args:
+        query: [B, H, S, D].
+        key: [B, K, T, D]; H is a multiple of K, and keys are not expanded.
+        value: [B, K, T, D].
+        scale: Factor of the scores.
+        is_causal: Whether query i sees keys 0 to i only; S = T.
+        mask: Pairs that count, bool [S, T] or [H, S, T]; None for all.
+        bias: Added to the scores, [H or 1, S, T]; None for nothing.
+        keep: Attention weights that are kept, bool [B, H, S, T]; None keeps all.
+        keep_scale: Factor of the kept weights.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    is_causal: bool = False
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    keep: Tensor | None = None
+    keep_scale: float = 1.0
+
+    @cached_property
+    def added(self) -> Tensor | None:
+        """Mask and bias as one tensor to add to the scores: [1, H or 1, S, T], in the dtype of `wide(query)`."""
+        if self.mask is None and self.bias is None:
+            return None
+        sums = wide(self.query).dtype
+        shape = (1, 1, self.query.size(2), self.key.size(2))
+        added = torch.zeros(shape, dtype=sums, device=self.query.device) if self.bias is None else self.bias.to(sums)
+        added = added if added.dim() == 4 else added.unsqueeze(0)
+        return added if self.mask is None else added.masked_fill(~self.mask, -torch.inf)
+
+
+# Gradients of query, key, value, and of the bias if it was asked for: [H or 1, S, T].
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What is asked of a kernel.
+
+    Args:
+        device: Where the tensors are.
+        dtype: Of the query.
+        masks: Whether some block needs a mask.
+        biases: Whether scores are biased.
+        learns_bias: Whether the bias needs a gradient.
+        drops_weights: Whether attention weights are dropped.
+        is_grouped: Whether several query heads share keys.
+        head_width: D of queries and keys.
+        value_width: D of values.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    masks: bool = False
+    biases: bool = False
+    learns_bias: bool = False
+    drops_weights: bool = False
+    is_grouped: bool = False
+    head_width: int = 64
+    value_width: int = 64
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A forward and its backward.
+
+    Args:
+        name: As in `attention.kernel`.
+        forward: Operands to output [B, H, S, D] and log-sum-exp [B, H, S], -inf where a query sees no key, both in
+            float32 or wider where the kernel can.
+        backward: Operands, gradient of the output, output, log-sum-exp to gradients.
+        refuses: Why it cannot do what is needed; empty if it can.
+        limits: Sizes of the blocks that it takes.
+    """
+
+    name: str
+    forward: Callable[[Operands], tuple[Tensor, Tensor]]
+    backward: Callable[[Operands, Tensor, Tensor, Tensor], Gradients]
+    refuses: Callable[[Needs], str]
+    limits: Limits
+
+
+def without_keys(given: Operands, log_sum_exp: Tensor) -> Tensor:
+    """The log-sum-exp with -inf for queries that the mask lets see no key, where kernels say something else."""
+    if given.mask is None:
+        return log_sum_exp
+    return log_sum_exp.masked_fill(~given.mask.any(-1), -torch.inf)

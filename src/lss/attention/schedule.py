@@ -1,0 +1,180 @@
+"""How one call of attention is computed: the kernel, the blocks, what is gathered and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lss.attention.attend import Call
+from lss.attention.blocks import Work
+from lss.attention.kernels import Kernel, KernelName, Needs, choose
+from lss.attention.plan import Limits, Plan, plan
+from lss.attention.sources import GATHERS, Gather, Source
+from lss.bias import Bias
+from lss.collectives import Axis
+from lss.dropout import Site
+from lss.errors import MaskError, ModelError
+from lss.layout import Layout
+from lss.masks import Mask
+
+# Biases are worked out for blocks of at most so many queries and keys.
+_BIASED = 512
+# Bytes a second between ranks, and operations a second of one rank; orders of magnitude, for `auto` alone.
+_RATES = {"cpu": (1e9, 1e11), "cuda": (1e11, 3e14)}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a user chooses of how attention is computed.
+
+    Args:
+        gather: What is gathered: the layer's input (`x`), keys and values packed (`kv`) or apart (`separate`), or
+            whatever takes fewest seconds (`auto`).
+        kernel: What computes a block; `auto` takes the fastest that can.
+        keep: Whether what was gathered is kept for backward; else it is gathered again.
+        chunks: Pieces in which it is gathered, the next on its way while one is computed. With more than one, none is
+            kept.
+    """
+
+    gather: Gather = "auto"
+    kernel: KernelName = "auto"
+    keep: bool = True
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gather not in GATHERS:
+            raise ModelError(f"gather={self.gather!r}", allowed=", ".join(GATHERS))
+        if self.chunks < 1:
+            raise ModelError(f"chunks={self.chunks}", allowed="at least 1")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether gathered tensors outlive the forward."""
+        return self.keep and self.chunks == 1
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Who sees whom in one call, and how scores are made.
+
+    Args:
+        mask: Of pairs.
+        queries: The layout of the queries.
+        keys: The layout of the keys.
+        scale: Factor of the scores; None for 1 / sqrt(D).
+        bias: Added to the scores.
+        dropout: Place of the dropout of attention weights.
+    """
+
+    mask: Mask
+    queries: Layout
+    keys: Layout
+    scale: float | None = None
+    bias: Bias | None = None
+    dropout: Site | None = None
+
+
+def prepare(
+    schedule: Schedule,
+    scene: Scene,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    source: Source,
+    axis: Axis,
+    name: str,
+    plans: dict[Any, Plan],
+) -> Call:
+    """The call of `attend` for these queries, keys and values.
+
+    Args:
+        schedule: What the user chose.
+        scene: Who sees whom.
+        tensors: Query [B, H, S, D], key and value [B, K, S, D].
+        source: What is gathered.
+        axis: The sequence axis.
+        name: Of the layer, for messages and the ledger.
+        plans: Plans made before.
+
+    Raises:
+        MaskError: The mask or the bias does not fit the tensors.
+        KernelError: The kernel that was asked for cannot do it.
+    """
+    query = tensors[0]
+    _check(scene, query, name)
+    work = Work(choose("math", needs := _needs(scene, tensors)), scene.mask, scene.scale, scene.bias, scene.dropout)
+    needs = replace(needs, learns_bias=bool(work.learned))
+
+    def planned(kernel: Kernel) -> Plan:
+        limits = _limits(kernel.limits, scene)
+        key = (scene.mask, query.size(0), scene.queries, scene.keys, axis.rank, limits, schedule.chunks)
+        if key not in plans:
+            plans[key] = plan(*key)
+        return plans[key]
+
+    kernel = choose(schedule.kernel, needs)
+    if planned(kernel).has_partial:
+        kernel = choose(schedule.kernel, replace(needs, masks=True))
+    return Call(replace(work, kernel=kernel), planned(kernel), source, scene.keys, axis, name, schedule.keeps)
+
+
+def describe(call: Call) -> str:
+    """What was chosen, in a line."""
+    number = len(call.plan.blocks)
+    if call.axis.size == 1:
+        return f"kernel {call.work.kernel.name}, {number} blocks"
+    kept = "kept" if call.keep else f"gathered again in backward, in {len(call.plan.chunks)} chunks"
+    return f"kernel {call.work.kernel.name}, {number} blocks on this rank, gather {call.source.name}, {kept}"
+
+
+def fewest_seconds(x: Tensor, key: Tensor, value: Tensor, num_ranks: int) -> Gather:
+    """`x` or `kv`, by bytes sent and by the projections that `x` repeats, two products forward and two backward.
+
+    Args:
+        x: [B, S, E].
+        key: [B, K, S, D].
+        value: [B, K, S, D].
+        num_ranks: N.
+    """
+    bandwidth, rate = _RATES.get(x.device.type, _RATES["cuda"])
+    tokens = x.size(0) * x.size(1) * (num_ranks - 1)
+    width, key_value_width = x.size(-1), key.size(1) * (key.size(-1) + value.size(-1))
+    sent = 2 * tokens * x.element_size() / bandwidth
+    seconds_of_x = sent * width + 4 * 2 * tokens * width * key_value_width / rate
+    return "x" if seconds_of_x < sent * key_value_width else "kv"
+
+
+def _needs(scene: Scene, tensors: tuple[Tensor, Tensor, Tensor]) -> Needs:
+    query, key, value = tensors
+    return Needs(
+        query.device,
+        query.dtype,
+        biases=scene.bias is not None,
+        drops_weights=scene.dropout is not None,
+        is_grouped=query.size(1) != key.size(1),
+        head_width=query.size(-1),
+        value_width=value.size(-1),
+    )
+
+
+def _limits(limits: Limits, scene: Scene) -> Limits:
+    """Blocks whose bias or dropout is worked out apart are smaller, and have their keys in order."""
+    if scene.bias is None and scene.dropout is None:
+        return limits
+    queries, keys = (min(limit or _BIASED, _BIASED) for limit in (limits.queries, limits.keys))
+    return replace(limits, queries=queries, keys=keys, joined=False)
+
+
+def _check(scene: Scene, query: Tensor, name: str) -> None:
+    for what, size, wanted in (
+        ("sequences", query.size(0), scene.mask.num_rows),
+        ("heads", query.size(1), scene.mask.num_heads),
+    ):
+        if wanted not in (0, size):
+            raise MaskError(f"{name} has a mask for {wanted} of {size} {what}", allowed=f"{size}, or one for all")
+    if scene.bias is not None and (isinstance(scene.bias, Tensor) or not callable(scene.bias)):
+        raise MaskError(
+            f"{name} has a bias without a rule for positions: a {type(scene.bias).__name__}",
+            allowed="a function of the positions of queries and keys, such as those of lss.bias",
+            remedy="wrap a whole tensor [H, L, L] as lss.bias.DenseBias",
+        )

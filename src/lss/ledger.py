@@ -1,0 +1,66 @@
+"""Count and bytes of every collective.
+
+Bytes are those that one rank sends, and receives, in the ring form of a collective over N ranks: (N - 1) segments for
+an all-gather or a reduce-scatter, 2 (N - 1) / N of the tensor for an all-reduce, the tensor for a broadcast.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a ledger counts apart: one kind of collective of one layer.
+
+    Args:
+        axis: `sequence` or `data`.
+        operation: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, or `all_to_all` for an ordered
+            reduce-scatter.
+        phase: `forward`, `backward`, `step` (once a batch) or `setup` (once a run).
+        layer: Qualified name of the module, or what the message carries: `gradients`, `norm`, `scalars`.
+    """
+
+    axis: str
+    operation: str
+    phase: str
+    layer: str
+
+
+@dataclass
+class Ledger:
+    """Count and bytes of every collective of this rank."""
+
+    counts: Counter[Entry] = field(default_factory=Counter)
+    bytes: Counter[Entry] = field(default_factory=Counter)
+
+    def record(self, entry: Entry, num_bytes: int) -> None:
+        """Count one collective."""
+        self.counts[entry] += 1
+        self.bytes[entry] += num_bytes
+
+    def clear(self) -> None:
+        """Forget everything, as at the start of a step."""
+        self.counts.clear()
+        self.bytes.clear()
+
+    def total(self, **where: str) -> tuple[int, int]:
+        """Count and bytes of the entries whose fields equal `where`: `total(axis="sequence", phase="forward")`."""
+        chosen = [e for e in self.counts if all(getattr(e, name) == value for name, value in where.items())]
+        return sum(self.counts[e] for e in chosen), sum(self.bytes[e] for e in chosen)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One dict an entry: axis, operation, pass, layer, count, bytes."""
+        return [
+            {
+                "axis": entry.axis,
+                "operation": entry.operation,
+                "pass": entry.phase,
+                "layer": entry.layer,
+                "count": count,
+                "bytes": self.bytes[entry],
+            }
+            for entry, count in self.counts.items()
+        ]
