@@ -57,6 +57,9 @@ class Case:
     is_causal: bool
     offset: int
     shifted_by: str  # "lss" or "user"
+    layout: str
+    keep: bool
+    chunks: int
     groups: tuple[tuple[MicroBatch, ...], ...] = field(default=())  # micro-batches of each data group
 
     def model(self) -> GPT:
@@ -106,6 +109,9 @@ def _cases(draw: st.DrawFn, sequence: int, data: int) -> Case:
         draw(st.booleans()),
         draw(st.sampled_from([1, 1, 2])),
         draw(st.sampled_from(["lss", "user"])),
+        draw(st.sampled_from(["contiguous", "zigzag", "balanced"])),
+        draw(st.booleans()),
+        draw(st.sampled_from([1, 1, 2, 3])),
         tuple(tuple(draw(micro_batches()) for _ in range(parts)) for _ in range(data)),
     )
 
@@ -138,7 +144,8 @@ def distributed(chosen: list[Case]) -> list[tuple[float, dict[str, Tensor], int]
 
 
 def _distributed(case: Case, mesh: DeviceMesh) -> tuple[float, dict[str, Tensor], int]:
-    model = lss.parallelize(case.model(), mesh, gather=case.gather)
+    options = {"gather": case.gather, "keep": case.keep, "chunks": case.chunks, "layout": case.layout}
+    model = lss.parallelize(case.model(), mesh, **options)
     context = lss.context_of(model)
     parts = [_sharded(case, micro_batch, mesh) for micro_batch in case.groups[context.data.rank]]
     count = lss.count_tokens(model, *(part["labels"] for part in parts))
@@ -170,4 +177,4 @@ def _sharded(case: Case, micro_batch: MicroBatch, mesh: DeviceMesh) -> dict:
         rows = [torch.cat([torch.arange(stop - start) for start, stop in edges]) for edges in spans]
         batch["position_ids"] = torch.stack(rows)
     lengths = micro_batch.documents if micro_batch.told_by == "lengths" else None
-    return lss.shard(batch, mesh, shift_labels=offset, documents=lengths)
+    return lss.shard(batch, mesh, shift_labels=offset, documents=lengths, layout=case.layout)

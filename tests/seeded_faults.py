@@ -1,17 +1,21 @@
 """Faults that other systems had, or might have, put into this one, one at a time. Each is a context manager."""
 
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
 
+from lss import documents, dropout
 from lss.attention import blocks, layer, schedule
+from lss.attention.kernels import KERNELS
 from lss.attention.plan import Block, Plan, Run
 from lss.collectives import Axis
 from lss.context import SequenceContext, context_of
-from lss.dropout import Site
+from lss.dropout import PositionDropout, Site
 from lss.layout import Layout, Piece
 from lss.masks import View
 from lss.positions import ShardedPositions
@@ -119,7 +123,7 @@ def last_token_dropped() -> Iterator[None]:
     def wrap(original: Callable) -> Callable:
         def shard(self: Layout, whole: torch.Tensor, rank: int, *, dim: int, fill: float) -> torch.Tensor:
             cut = whole.clone()
-            cut.select(dim, self.length - 1).fill_(fill)
+            cut.select(dim, self.length - 1).fill_(fill or 0)
             return original(self, cut, rank, dim=dim, fill=fill)
 
         return shard
@@ -133,7 +137,7 @@ def last_token_dropped() -> Iterator[None]:
 
 @fault
 def averaging_left_out() -> Iterator[None]:
-    with patch.object(runs, "average_gradients", lambda model: None):
+    with patch.object(runs, "average_gradients", lambda model: setattr(context_of(model), "is_averaged", True)):
         yield
 
 
@@ -505,6 +509,91 @@ def attention_dropout_off_by_one() -> Iterator[None]:
         return keep
 
     with replaced(blocks, "keep_weights", wrap):
+        yield
+
+
+@fault
+def dropout_left_out() -> Iterator[None]:
+    with patch.object(PositionDropout, "forward", lambda self, values: values):
+        yield
+
+
+@fault
+def dropout_not_rescaled() -> Iterator[None]:
+    with patch.object(Site, "scale", 1.0):
+        yield
+
+
+@fault
+def dropout_rate_doubled() -> Iterator[None]:
+    with patch.object(Site, "dropped_levels", property(lambda self: round(2 * self.rate * 2**16))):
+        yield
+
+
+@contextmanager
+def keyed_by(change: Callable) -> Iterator[None]:
+    """Change what the masks of dropout are keyed by: seed, step, place, sequence, block."""
+
+    def pack(layout: str, *fields: int) -> bytes:
+        return struct.pack(layout, *(change(*fields) if len(fields) > 1 else fields))
+
+    with patch.object(dropout, "struct", SimpleNamespace(pack=pack)):
+        yield
+
+
+@fault
+def dropout_masks_repeated_in_every_step() -> Iterator[None]:
+    with keyed_by(lambda seed, step, place, sequence, block: (seed, 0, place, sequence, block)):
+        yield
+
+
+@fault
+def dropout_masks_repeated_at_every_place() -> Iterator[None]:
+    with keyed_by(lambda seed, step, place, sequence, block: (seed, step, 0, sequence, block)):
+        yield
+
+
+@fault
+def dropout_masks_repeated_in_every_sequence() -> Iterator[None]:
+    with keyed_by(lambda seed, step, place, sequence, block: (seed, step, place, 0, block)):
+        yield
+
+
+@fault
+def dropout_masks_repeated_for_every_token() -> Iterator[None]:
+    with replaced(Site, "keep", lambda original: lambda self, sample, first, *rest: original(self, sample, 0, *rest)):
+        yield
+
+
+@fault
+def attention_dropout_left_out_of_backward() -> Iterator[None]:
+    def wrap(original: Callable) -> Callable:
+        return lambda given, *rest: original(replace(given, keep=None), *rest)
+
+    with patch.dict(KERNELS, math=replace(KERNELS["math"], backward=wrap(KERNELS["math"].backward))):
+        yield
+
+
+# What users call around the model
+
+
+@fault
+def loss_doubled() -> Iterator[None]:
+    with replaced(runs, "token_mean_cross_entropy", lambda original: lambda *given: 2 * original(*given)):
+        yield
+
+
+@fault
+def labels_shifted_twice() -> Iterator[None]:
+    with replaced(
+        documents, "shift", lambda original: lambda labels, offset, *rest: original(labels, 2 * offset, *rest)
+    ):
+        yield
+
+
+@fault
+def outputs_joined_in_reverse() -> Iterator[None]:
+    with replaced(runs, "unshard", lambda original: lambda *given, **named: original(*given, **named).flip(1)):
         yield
 
 

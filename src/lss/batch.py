@@ -88,31 +88,23 @@ def shard(
         step: The step, which keys the dropout; by default the model counts its calls.
 
     Returns:
-        The same keys with tensors [B, S, ...], empty slots filled with 0 and, in integer `labels`, with -100, which
-        losses ignore; and `segment`, which the parallelized model takes beside its own arguments:
-        `model(batch["tokens"], segment=batch["segment"])`.
+        The same keys with tensors [B, S, ...]; and `segment`, which the parallelized model takes beside its arguments:
+        `model(batch["tokens"], segment=batch["segment"])`. Where a rank has fewer tokens than slots, integer `labels`
+        of empty slots are -100, which losses ignore, boolean masks False, and all else repeats the last token.
 
     Raises:
         LayoutError: Tensors differ in length, labels come without `shift_labels`, or documents do not fit.
     """
     num_sequences, length, device = _common_shape(batch)
+    batch = _without_positions_of_padding(batch)
     axis, data_rank = _axis(mesh, SEQUENCE), _axis(mesh, DATA).rank
     found = _documents(batch, documents, num_sequences, length)
     cut_by = layout if isinstance(layout, Layout) else _layout(layout, length, axis.size, found)
-    cut: dict[str, Any] = {}
-    for name, tensor in batch.items():
-        if name not in ("attention_mask", "position_ids"):
-            integer_labels = name == "labels" and _is_integer(tensor)
-            given = _shifted(tensor.long(), shift_labels, found) if integer_labels else tensor
-            if name == "labels" and not integer_labels and shift_labels:
-                raise LayoutError(
-                    f"shift_labels={shift_labels} with labels of {tensor.dtype}", allowed="integer labels"
-                )
-            if ("label" in name or "target" in name) and name != "labels" and _is_integer(tensor):
-                raise LayoutError(
-                    f"integer {name!r} in a batch", allowed="integer labels under the name 'labels', filled with -100"
-                )
-            cut[name] = cut_by.shard(given, axis.rank, dim=1, fill=IGNORE_INDEX if integer_labels else 0)
+    names = [name for name in batch if name not in ("attention_mask", "position_ids")]
+    whole = {name: _shifted(name, batch[name], shift_labels, found) for name in names}
+    cut: dict[str, Any] = {
+        name: cut_by.shard(tensor, axis.rank, dim=1, fill=_fill(name, tensor)) for name, tensor in whole.items()
+    }
     plain = found == spans.whole(num_sequences, length) and "position_ids" not in batch
     positions = None if plain else batch.get("position_ids", spans.positions_within(found, length)).to(device)
     cut["segment"] = Segment(
@@ -122,7 +114,7 @@ def shard(
         None if found == spans.whole(num_sequences, length) else found,
         positions,
         length if positions is None else int(positions.max()) + 1,
-        _checksum(batch, found),
+        _checksum(whole, found),
     )
     return cut
 
@@ -136,6 +128,11 @@ def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh | None, *, data_
         mesh: The mesh of the batch.
         data_groups: Whether to join the batches of all data groups too, in order: [M * B, L, ...].
     """
+    if outputs.dim() < 2 or outputs.size(1) != segment.layout.segment_length:
+        raise LayoutError(
+            f"outputs of shape {tuple(outputs.shape)} of a segment of {segment.layout.segment_length} slots",
+            allowed=f"[B, {segment.layout.segment_length}, ...]: a value for each slot",
+        )
     by_slot = outputs.detach().transpose(0, 1)  # [B, S, ...] -> [S, B, ...]
     gathered = _axis(mesh, SEQUENCE).all_gather(by_slot, layer="outputs", phase="step")
     whole = segment.layout.unshard(gathered, dim=0).transpose(0, 1).contiguous()  # [N * S, B, ...] -> [B, L, ...]
@@ -170,11 +167,33 @@ def _axis(mesh: DeviceMesh | None, name: str) -> Axis:
 def _common_shape(batch: Mapping[str, Tensor]) -> tuple[int, int, torch.device]:
     if not batch:
         raise LayoutError("an empty batch", allowed="at least one tensor of shape [B, L, ...]")
+    wrong = [name for name, part in batch.items() if not isinstance(part, Tensor)]
+    if wrong or "segment" in batch:
+        raise LayoutError(
+            f"a batch with {', '.join(wrong or ['segment'])}",
+            allowed="tensors [B, L, ...], under any name but `segment`, which lss.shard adds",
+            remedy="keep what is not cut by tokens, such as a label a sequence, out of lss.shard",
+        )
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
     if len({shape[:2] for shape in shapes.values()}) != 1 or any(len(shape) < 2 for shape in shapes.values()):
-        raise LayoutError(f"a batch of shapes {shapes}", allowed="tensors [B, L, ...] with one B and one L")
+        raise LayoutError(
+            f"a batch of shapes {shapes}",
+            allowed="tensors [B, L, ...] with one B and one L",
+            remedy="keep what is not cut by tokens, such as a label a sequence, out of lss.shard",
+        )
+    if not min(next(iter(shapes.values()))[:2]):
+        raise LayoutError(f"a batch of shapes {shapes}", allowed="at least one sequence and one token")
     first = next(iter(batch.values()))
     return first.size(0), first.size(1), first.device
+
+
+def _without_positions_of_padding(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if "attention_mask" not in batch or "position_ids" not in batch:
+        return batch
+    mask, positions = batch["attention_mask"], batch["position_ids"]
+    if mask.shape != positions.shape:
+        return batch  # refused later, by name
+    return {**batch, "position_ids": positions.masked_fill(mask == 0, 0)}
 
 
 def _documents(
@@ -215,11 +234,27 @@ def _is_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _shifted(labels: Tensor, offset: int | None, found: Documents) -> Tensor:
-    if offset is None or offset < 0:
+def _fill(name: str, tensor: Tensor) -> float | None:
+    """What empty slots hold; None for the last token again."""
+    if name == "labels" and _is_integer(tensor):
+        return IGNORE_INDEX
+    return 0 if tensor.dtype == torch.bool else None
+
+
+def _shifted(name: str, tensor: Tensor, offset: int | None, found: Documents) -> Tensor:
+    """Integer labels by `offset`; any other tensor as it is."""
+    if name != "labels" or not _is_integer(tensor):
+        if name == "labels" and offset:
+            raise LayoutError(f"shift_labels={offset} with labels of {tensor.dtype}", allowed="integer labels")
+        if ("label" in name or "target" in name) and _is_integer(tensor):
+            raise LayoutError(
+                f"integer {name!r} in a batch", allowed="integer labels under the name 'labels', filled with -100"
+            )
+        return tensor
+    if not isinstance(offset, int) or isinstance(offset, bool) or offset < 0:
         raise LayoutError(
             f"integer labels with shift_labels={offset}",
             allowed="0 where labels are shifted already, 1 where they equal the tokens and the next one is predicted",
             remedy="say lss.shard(batch, mesh, shift_labels=...)",
         )
-    return spans.shift(labels, offset, found, IGNORE_INDEX)
+    return spans.shift(tensor.long(), offset, found, IGNORE_INDEX)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,6 +42,10 @@ class Axis:
     ledger: Ledger
     group: dist.ProcessGroup | None = None
     ordered: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+        """The same group, which cannot be copied, with a ledger of its own: for copies of a model."""
+        return replace(self, ledger=deepcopy(self.ledger, memo))
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, name: str, ledger: Ledger, *, ordered: bool = False) -> Axis:

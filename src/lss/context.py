@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +33,8 @@ class SequenceContext:
         step: Of the present call.
         num_calls: Calls of the model so far.
         num_trained: Those in training.
+        is_running: Whether such a call is going on.
+        is_averaged: Whether the gradients of the last backward are; None before any.
         plans: What attention computes, while batches are cut alike.
         choices: How each attention layer is computed, in a line for people.
     """
@@ -45,6 +47,8 @@ class SequenceContext:
     step: int = 0
     num_calls: int = 0
     num_trained: int = 0
+    is_running: bool = False
+    is_averaged: bool | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
 
@@ -57,7 +61,7 @@ class SequenceContext:
         """
         if segment and self.segment and not segment.is_cut_as(self.segment):
             self.plans.clear()
-        self.segment = segment
+        self.segment, self.is_running = segment, True
         segment = self.present
         if segment.layout.num_ranks != self.sequence.size:
             raise LayoutError(
@@ -82,18 +86,35 @@ class SequenceContext:
                 remedy="seed the data by mesh.get_local_rank('data'), not by rank",
             )
 
+    def end(self) -> None:
+        """The model's call is over: its parts cannot be called apart, as they would take up the wrong segment."""
+        self.is_running = False
+
     def watch(self, outputs: Any) -> None:
-        """Have backward through these outputs take up the present call again, as recomputation needs it.
+        """Have backward through the outputs of a module take up the present call again, as recomputation needs it.
 
         Other calls may have come between a call and its backward: further micro-batches, or an evaluation.
         """
-        parts = outputs.values() if isinstance(outputs, dict) else outputs
-        for part in parts if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else [outputs]:
-            if isinstance(part, Tensor) and part.requires_grad:
-                part.register_hook(partial(self._resume, self.present, self.step))
+        if isinstance(outputs, Tensor):
+            if outputs.requires_grad and not in_backward():
+                outputs.register_hook(partial(self._resume, self.last, self.step))
+        elif isinstance(outputs, Mapping):
+            self.watch(tuple(outputs.values()))
+        elif isinstance(outputs, tuple | list):
+            for part in outputs:
+                self.watch(part)
 
     def _resume(self, segment: Segment, step: int, gradient: Tensor) -> None:
-        self.segment, self.step = segment, step
+        self.segment, self.step, self.is_averaged = segment, step, False
+
+    def require_averaged(self, wanted: bool) -> None:
+        """Raise ModelError if gradients are averaged twice, or used before they are."""
+        if self.sequence.size * self.data.size == 1 or self.is_averaged in (None, wanted):
+            return
+        raise ModelError(
+            "gradients that are not averaged yet" if wanted else "gradients that are averaged already",
+            allowed="lss.average_gradients(model) once a step, after the last backward and before norm and optimizer",
+        )
 
     def chosen(self) -> dict[str, int]:
         """How attention is computed, for people, and in how many layers."""
@@ -101,16 +122,28 @@ class SequenceContext:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the present batch."""
-        return self.present.layout
+        """The layout of the last batch."""
+        return self.last.layout
 
     @property
     def present(self) -> Segment:
         """The segment of the present batch.
 
         Raises:
-            LayoutError: The model was called without one.
+            LayoutError: The model was called without one, or a part of it apart from the model.
         """
+        segment = self.last
+        if not self.is_running and not in_backward():
+            raise LayoutError(
+                "a part of the parallelized model was called apart from it",
+                allowed="calls of the model itself, which is told the segment of its batch",
+                remedy="call what you need in the model's forward",
+            )
+        return segment
+
+    @property
+    def last(self) -> Segment:
+        """The segment of the last batch, whether its call is over or not."""
         if self.segment is None:
             raise LayoutError(
                 "the parallelized model was called without a segment",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ def from_lengths(lengths: Sequence[Sequence[int]], num_sequences: int, length: i
         )
     found = []
     for row in lengths:
-        if any(size < 1 for size in row) or sum(row) > length:
+        sizes = row.tolist() if isinstance(row, Tensor) else list(row)
+        if any(not isinstance(size, int) or size < 1 for size in sizes) or sum(sizes) > length:
             raise LayoutError(
-                f"documents of lengths {list(row)} in a sequence of {length} tokens",
-                allowed=f"lengths of at least 1 that add up to at most {length}",
+                f"documents of lengths {sizes} in a sequence of {length} tokens",
+                allowed=f"integers of at least 1 that add up to at most {length}",
             )
-        stops = [sum(row[: index + 1]) for index in range(len(row))]
-        found.append(tuple((stop - size, stop) for stop, size in zip(stops, row, strict=True)))
+        found.append(tuple(pairwise(accumulate(sizes, initial=0))))
     return tuple(found)
 
 
@@ -64,14 +64,15 @@ def from_padding(mask: Tensor) -> Documents:
 
 
 def split_at_restarts(position_ids: Tensor, documents: Documents) -> Documents:
-    """Cut spans where positions start again from 0: [B, L].
+    """Cut spans where positions start again from 0: [B, L], of which padding may say anything.
 
     Raises:
         LayoutError: Positions neither go on by one nor start again.
     """
-    if position_ids.is_floating_point() or (position_ids < 0).any():
+    if position_ids.dim() != 2 or position_ids.is_floating_point() or (position_ids < 0).any():
         raise LayoutError(
-            f"position_ids of {position_ids.dtype} from {position_ids.min().item()}", allowed="integers of at least 0"
+            f"position_ids {tuple(position_ids.shape)} of {position_ids.dtype} from {position_ids.min().item()}",
+            allowed="integers of at least 0, [B, L]",
         )
     found = []
     for row, spans in zip(position_ids.cpu().tolist(), documents, strict=True):

@@ -33,12 +33,14 @@ class Site:
     """One place of dropout in a parallelized model.
 
     Args:
+        name: Of the module, for messages.
         rate: Share of values dropped, in [0, 1]; rounded to a multiple of 2**-16.
         index: Number of the place in the model.
         context: The context of the model.
         last_call: Number of the model's call that was here last.
     """
 
+    name: str
     rate: float
     index: int
     context: SequenceContext
@@ -54,7 +56,7 @@ class Site:
             return
         if self.last_call == self.context.num_calls:
             raise ModelError(
-                f"dropout site {self.index} is used twice in one call of the model",
+                f"the dropout {self.name} is used twice in one call of the model",
                 allowed="one place for each dropout module, as its masks are keyed by the module",
                 remedy="give each place a module of its own",
             )
@@ -83,7 +85,7 @@ class Site:
             device: Where the mask is made.
             block: Number of the block of columns, where they come in several.
         """
-        sequence = self.context.present.first_sample + sample
+        sequence = self.context.last.first_sample + sample
         fields = struct.pack("<5q", self.context.seed, self.context.step, self.index, sequence, block)
         key = hashlib.blake2b(fields, digest_size=16).digest()
         draw = _draw_on_host if device.type == "cpu" else _draw_in_blocks
@@ -91,7 +93,7 @@ class Site:
 
 
 class PositionDropout(nn.Module):
-    """Dropout of [B, S, F] that takes the place of `nn.Dropout` in a parallelized model.
+    """Dropout of [B, S, F], or [B, F] of pooled sequences, in the place of an `nn.Dropout` of a parallelized model.
 
     The same masks fall at every degree of sequence and data parallelism, and again in activation recomputation.
 
@@ -109,13 +111,18 @@ class PositionDropout(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Drop and scale; the identity in evaluation."""
-        site, layout = self.site, self.site.context.layout
+        site = self.site
         if not self.training or site.dropped_levels == 0:
             return values
+        if values.dim() == 2:
+            return self._of_sequences(values)
+        layout = site.context.present.layout
         if values.dim() != 3 or values.size(1) != layout.segment_length:
             raise LayoutError(
-                f"dropout of a tensor of shape {tuple(values.shape)} in a segment of {layout.segment_length} slots",
-                allowed=f"[B, {layout.segment_length}, F]",
+                f"the dropout {site.name} of a tensor of shape {tuple(values.shape)}, in a segment of "
+                f"{layout.segment_length} slots",
+                allowed=f"[B, {layout.segment_length}, F], or [B, F] of whole sequences",
+                remedy="drop before heads are split, or attention weights by the layer's attention_dropout",
             )
         site.enter()
         keep = torch.ones_like(values, dtype=torch.bool)
@@ -124,6 +131,12 @@ class PositionDropout(nn.Module):
                 drawn = site.keep(row, piece.start, len(piece), values.size(2), values.device)
                 keep[row, piece.slot : piece.slot + len(piece)] = drawn
         return values * keep * site.scale
+
+    def _of_sequences(self, values: Tensor) -> Tensor:
+        """[B, F], the same on every rank of a sequence group."""
+        self.site.enter()
+        keep = [self.site.keep(row, 0, 1, values.size(1), values.device) for row in range(values.size(0))]
+        return values * torch.cat(keep) * self.site.scale
 
 
 def keep_weights(site: Site, rows: range, queries: Piece, keys: Piece, num_heads: int, device: torch.device) -> Tensor:

@@ -26,9 +26,9 @@ def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def replicas_that_differ(model: nn.Module) -> list[str]:
-    """Names of parameters that are not bit-identical on all ranks that share them. A collective call, and a cheap one.
+    """Names of parameters that are not bit-identical on all ranks that share them. A collective call.
 
-    Compared is the sum of the bit patterns of each parameter, modulo 2**64.
+    Compared is a checksum of the bit patterns of each parameter, modulo 2**64: eight bytes a parameter are sent.
     """
     context = context_of(model)
     tables = {id(weight) for weight in positional_tables(model)}
@@ -51,10 +51,12 @@ def average_gradients(model: nn.Module) -> None:
     most 25 MB, or one larger parameter.
 
     Raises:
-        ModelError: The model was not parallelized.
+        ModelError: The model was not parallelized, or its gradients are averaged already.
         RankLostError: A rank is gone.
     """
     context = context_of(model)
+    context.require_averaged(False)
+    context.is_averaged = True
     _sum_gradients(_trained(replicated_parameters(model)), [context.sequence, context.data])
     _sum_gradients(_trained(positional_tables(model)), [context.data])
 
@@ -68,6 +70,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
         A scalar in float64.
     """
     context = context_of(model)
+    context.require_averaged(True)
     shared = _squared_sum(replicated_parameters(model))
     tables = positional_tables(model)
     if tables:
@@ -133,10 +136,19 @@ def _sum_bucket(weights: list[Tensor], axes: list[Axis]) -> None:
 
 def _squared_sum(weights: list[nn.Parameter]) -> Tensor:
     gradients = [weight.grad for weight in weights if weight.grad is not None]
-    device = weights[0].device if weights else None
-    return torch.nn.utils.get_total_norm(gradients).to(device, torch.float64).square()
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=weights[0].device if weights else None)
+    norms = [torch.linalg.vector_norm(gradient, dtype=_norm_dtype(gradient)).double() for gradient in gradients]
+    return torch.stack(norms).square().sum()
+
+
+def _norm_dtype(gradient: Tensor) -> torch.dtype:
+    """float64, complex or not."""
+    return torch.promote_types(gradient.dtype, torch.float64)
 
 
 def _bit_sum(weight: Tensor) -> Tensor:
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(weight.element_size(), torch.int64)
-    return weight.detach().contiguous().view(bits).sum(dtype=torch.int64)
+    found = weight.detach().reshape(-1).view(bits)
+    places = torch.arange(1, found.numel() + 1, device=found.device)
+    return (found * places).sum()  # places count differently, so that values which change places are seen

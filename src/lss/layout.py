@@ -149,14 +149,14 @@ class Layout:
         """`positions` of all ranks in rank order: int64 [N * S]."""
         return torch.cat([self.positions(rank) for rank in range(self.num_ranks)]).to(device)
 
-    def shard(self, whole: Tensor, rank: int, *, dim: int, fill: float) -> Tensor:
-        """Cut the segment of `rank` out of a whole tensor, empty slots filled with `fill`.
+    def shard(self, whole: Tensor, rank: int, *, dim: int, fill: float | None) -> Tensor:
+        """Cut the segment of `rank` out of a whole tensor.
 
         Args:
             whole: A tensor of L entries along `dim`.
             rank: The rank in the sequence group.
             dim: The sequence dimension.
-            fill: The value of empty slots.
+            fill: The value of empty slots; None repeats the last token, on which any model can be run.
 
         Returns:
             The same tensor with S entries along `dim`.
@@ -169,9 +169,9 @@ class Layout:
         parts = [whole.narrow(dim, start, stop - start) for start, stop in self.spans[rank]]
         missing = self.segment_length - self.num_tokens(rank)
         if missing:
-            shape = list(whole.shape)
-            shape[dim] = missing
-            parts.append(whole.new_full(shape, fill))
+            last = whole.narrow(dim, self.length - 1, 1)
+            shape = [missing if index == dim % whole.dim() else size for index, size in enumerate(whole.shape)]
+            parts.append((last if fill is None else torch.full_like(last, fill)).expand(shape))
         return torch.cat(parts, dim)
 
     def unshard(self, slots: Tensor, *, dim: int) -> Tensor:

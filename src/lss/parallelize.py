@@ -37,9 +37,14 @@ _REFUSED: tuple[type[nn.Module], ...] = (
     nn.Unfold,
     nn.Fold,
     nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.Upsample,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
     nn.RReLU,
     conv._ConvNd,
     batchnorm._NormBase,
+    padding._CircularPadNd,
     padding._ConstantPadNd,
     padding._ReflectionPadNd,
     padding._ReplicationPadNd,
@@ -54,6 +59,7 @@ _REFUSED: tuple[type[nn.Module], ...] = (
     nn.Dropout2d,
     nn.Dropout3d,
 )
+_OVER_A_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 _PROJECTIONS = ("project_query", "project_key_value", "project_output")
 
 
@@ -72,8 +78,8 @@ def parallelize(
     """Make a plain model work on one segment a rank, with the result of the whole sequence.
 
     In place: attention layers collect keys and values, learned positional tables keep the rows of this rank's segment,
-    dropout is keyed by global position, and the weights of rank 0 are sent to all ranks. Parameters keep their names.
-    Make the optimizer afterwards, as the positional tables are new parameters.
+    dropout is keyed by global position, and the weights of rank 0 are sent to all ranks. Parameters stay the same
+    objects under the same names; those of positional tables get fewer rows.
 
     Args:
         model: A model whose attention layers follow `AttentionLayer`, such as `lss.models.GPT`.
@@ -107,7 +113,7 @@ def parallelize(
         >>> model(batch["tokens"], segment=batch["segment"]).shape
         torch.Size([1, 8, 256])
     """
-    layers = _attention_layers(model)
+    layers = attention_layers(model)
     schedule = Schedule(gather, kernel, keep, chunks)
     _check(model, layers)
     ledger = Ledger()
@@ -115,15 +121,17 @@ def parallelize(
     context = SequenceContext(sequence, data, seed, ledger)
     _send_weights(model, context)
     _shard_positions(model, layout, context)
+    rates = {name: attention_dropout(layer) for name, layer in layers.items()}
     sites = count()
-    _key_dropout(model, context, sites)
+    inside = _key_dropout(model, set(layers), context, sites)
     for name, layer in layers.items():
-        rate = getattr(layer, "attention_dropout", 0.0)
-        site = Site(rate, next(sites), context) if rate else None
+        site = Site(name, rates[name], next(sites), context) if rates[name] else None
         attention = cast(AttentionLayer, layer)
         layer.forward = DistributedAttention(attention, context, schedule, name, signature(layer.forward), site)
+    for module in model.modules():
+        module.register_forward_hook(partial(_watch, context))
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
-    model.register_forward_hook(lambda module, args, outputs: context.watch(outputs))
+    model.register_forward_hook(partial(_end, context, inside), always_call=True)
     attach(model, context)
     return model
 
@@ -149,7 +157,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-def _attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that follow `AttentionLayer`, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -174,6 +183,10 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
                 remedy="see lss.AttentionLayer",
             )
     for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            _check_table(name, module)
+        if getattr(module, "dim", None) == 1 and isinstance(module, _OVER_A_DIM):
+            raise ModelError(f"{name} is a {type(module).__name__} over dim 1, the tokens", allowed="dim=-1")
         for kind in (nn.Dropout, LearnedPositions):
             hooked = bool(module._forward_hooks or module._forward_pre_hooks)
             if isinstance(module, kind) and (type(module) is not kind or hooked):
@@ -186,6 +199,15 @@ def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
                 f"{name or 'the model'} is a {type(module).__name__}, which may mix tokens outside attention or draws "
                 "masks that know no position",
                 allowed="attention as in lss.AttentionLayer, nn.Dropout, and modules that work on each token alone",
+            )
+
+
+def _check_table(name: str, table: nn.Embedding) -> None:
+    """Gradients of a table are summed over ranks as they are: an option that looks at a rank's own tokens is wrong."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(table, option):
+            raise ModelError(
+                f"{name} has {option}={getattr(table, option)}", allowed="an embedding without this option"
             )
 
 
@@ -209,10 +231,23 @@ def _shard_positions(model: nn.Module, layout: LayoutName, context: SequenceCont
         _replace(model, names, ShardedPositions(module, rows, context, names[0]))
 
 
-def _key_dropout(model: nn.Module, context: SequenceContext, sites: Iterator[int]) -> None:
+def attention_dropout(layer: nn.Module) -> float:
+    """Rate of the dropout of attention weights: a number, or an `nn.Dropout`."""
+    given = getattr(layer, "attention_dropout", 0.0)
+    return given.p if isinstance(given, nn.Dropout) else float(given or 0.0)
+
+
+def _key_dropout(model: nn.Module, layers: set[str], context: SequenceContext, sites: Iterator[int]) -> list[Site]:
+    """Replace all dropout; the sites inside of attention layers, which must be called by their projections."""
+    inside = []
     for names, module in _instances(model, nn.Dropout):
-        site = Site(module.p, next(sites), context)
+        site = Site(names[0], module.p, next(sites), context)
         _replace(model, names, PositionDropout(site).train(module.training))
+        parent, _, child = names[0].rpartition(".")
+        within = any(parent == layer or parent.startswith(f"{layer}.") for layer in layers)
+        if within and module.p and not (parent in layers and child == "attention_dropout"):
+            inside.append(site)
+    return inside
 
 
 def _instances(model: nn.Module, kind: type[Module]) -> list[tuple[list[str], Module]]:
@@ -228,6 +263,21 @@ def _replace(model: nn.Module, names: list[str], module: nn.Module) -> None:
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
+
+
+def _watch(context: SequenceContext, module: nn.Module, args: Any, outputs: Any) -> None:
+    context.watch(outputs)
+
+
+def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: Any, outputs: Any) -> None:
+    """The call is over; a dropout of an attention layer that it did not come to would have been lost in silence."""
+    context.end()
+    skipped = [site.name for site in inside if site.last_call != context.num_calls]
+    if model.training and context.num_trained == 1 and outputs is not None and skipped:
+        raise ModelError(
+            f"the dropout {skipped[0]} is not used: the layer's own forward is replaced by its three projections",
+            allowed="dropout of attention weights as the number `attention_dropout`, other dropout in project_output",
+        )
 
 
 def _begin(

@@ -31,11 +31,8 @@ class ShardedPositions(nn.Module):
 
     def __init__(self, table: nn.Embedding, layout: Layout, context: SequenceContext, name: str) -> None:
         super().__init__()
-        for option in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(table, option):
-                raise ModelError(
-                    f"{name} has {option}={getattr(table, option)}", allowed="a positional table without this option"
-                )
+        if table.padding_idx is not None:
+            raise ModelError(f"{name} has padding_idx={table.padding_idx}", allowed="a positional table without it")
         self.context = context
         self.name = name
         self.layout = layout

@@ -86,7 +86,7 @@ def masks(rate: float, steps: list[int], sites: list[int], seed: int) -> list[to
     found = []
     for step in steps:
         context.begin(lss.shard({"tokens": torch.zeros(4, 300)}, mesh, step=step)["segment"], training=True)
-        found.extend(PositionDropout(Site(rate, site, context))(ones) for site in sites)
+        found.extend(PositionDropout(Site("here", rate, site, context))(ones) for site in sites)
     return found
 
 

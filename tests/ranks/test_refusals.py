@@ -87,6 +87,33 @@ def narrow_keys(mesh) -> nn.Module:
     return lss.parallelize(model, mesh)
 
 
+def with_table(**options: object) -> None:
+    model = tiny_gpt(4)
+    model.tokens = nn.Embedding(17, 24, **options)
+    lss.parallelize(model, None)
+
+
+class OwnWeights(nn.Module):
+    """Its attention drops weights in a forward that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(17, 24)
+        self.attention = Attention(GPTConfig(24, 1, 4))
+        self.attention.weights_dropout = nn.Dropout(0.5)
+
+    def forward(self, tokens):
+        return self.attention(self.tokens(tokens), None)
+
+
+def four_dimensions(mesh) -> nn.Module:
+    class Unsqueezed(nn.Sequential):
+        def forward(self, tokens):
+            return self[1](self[0](tokens)[:, None])
+
+    return lss.parallelize(Unsqueezed(tiny_gpt(4), nn.Dropout(0.5)), mesh)
+
+
 def models_and_calls() -> list[str]:
     mesh = lss.init_mesh(1, device="cpu")
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -115,6 +142,15 @@ def models_and_calls() -> list[str]:
         lambda: lss.parallelize(tiny_gpt(4), DeviceMesh("cpu", [0], mesh_dim_names=("tensor",))),
         lambda: lss.parallelize(padded_table(), mesh),
         lambda: lss.parallelize(own_dropout(), mesh),
+        lambda: with_table(scale_grad_by_freq=True),
+        lambda: with_table(sparse=True),
+        lambda: lss.parallelize(nn.Sequential(tiny_gpt(4), nn.Softmax(dim=1)), mesh),
+        lambda: lss.parallelize(OwnWeights(), mesh)(tokens, segment=segment),
+        lambda: good.blocks[0](torch.zeros(1, 4, 24).double(), None),
+        lambda: four_dimensions(mesh)(tokens, segment=segment),
+        lambda: lss.unshard(torch.zeros(1, 5, 2), segment, mesh),
+        lambda: lss.losses.linear_cross_entropy(torch.zeros(1, 4, 2), torch.zeros(3, 2), tokens, tokens.sum(), chunk=0),
+        lambda: lss.count_tokens(good),
         lambda: lss.init_mesh(2, device="cpu"),
         lambda: lss.init_mesh(1, device="tpu"),
     ]
@@ -132,7 +168,7 @@ def test_models_and_calls_are_refused_by_name(ranks):
         "positions was asked for indices of shape (3,)",
         "positions up to 8, and positions has 4 rows",
         "blocks.0.attention was given 3 tokens of a segment that has 4 slots",
-        "dropout site 0 is used twice",
+        "the dropout embedding_dropout is used twice",
         "attention was called with mask=...",
         "blocks.0.attention does not say who sees whom",
         "blocks.0.attention has queries, keys and values of [(1, 4, 4, 6), (1, 4, 4, 3)",
@@ -144,6 +180,15 @@ def test_models_and_calls_are_refused_by_name(ranks):
         "a DeviceMesh with the axes tensor",
         "positions has padding_idx=1",
         "embedding_dropout is a OwnDropout",
+        "tokens has scale_grad_by_freq=True",
+        "tokens has sparse=True",
+        "1 is a Softmax over dim 1",
+        "the dropout attention.weights_dropout is not used",
+        "a part of the parallelized model was called apart",
+        "the dropout 1 of a tensor of shape (1, 1, 4, 17)",
+        "outputs of shape (1, 5, 2) of a segment of 4 slots",
+        "chunk=0",
+        "no labels to count",
         "the world has 1",
         "'tpu'",
     ]
@@ -164,6 +209,12 @@ def batches() -> list[str]:
         lambda: lss.shard({"tokens": tokens, "position_ids": torch.tensor([[-1, 0, 1, 2]])}, mesh),
         lambda: lss.shard({"tokens": tokens, "attention_mask": torch.tensor([[0, 0, -9, -9]])}, mesh),
         lambda: lss.shard({"tokens": tokens, "labels": tokens.double()}, mesh, shift_labels=1),
+        lambda: lss.shard({"tokens": tokens, "labels": tokens}, mesh, shift_labels=True),
+        lambda: lss.shard({"tokens": tokens, "segment": tokens}, mesh),
+        lambda: lss.shard({"tokens": tokens, "number": 3}, mesh),
+        lambda: lss.shard({"tokens": tokens[:0]}, mesh),
+        lambda: lss.shard({"tokens": tokens}, mesh, documents=[[1.5, 2]]),
+        lambda: lss.shard({"tokens": tokens}, mesh, layout="striped"),
     ]
     return messages_of(attempts)
 
@@ -173,9 +224,15 @@ def test_unclear_batches_are_refused(ranks):
     expected = ["shift_labels=None", "shift_labels=-1", "one of them", "a padding mask [B, L]", "go from 1 to 3"]
     expected += [
         "start again inside a document",
-        "position_ids of",
+        "position_ids (1, 4) of",
         "with values from -9 to 0",
         "shift_labels=1 with labels",
+        "shift_labels=True",
+        "a batch with segment",
+        "a batch with number",
+        "at least one sequence",
+        "documents of lengths [1.5, 2]",
+        "the layout 'striped'",
     ]
     for message, part in zip(messages, expected, strict=True):
         assert part in message

@@ -30,17 +30,17 @@ def verified(name: str, sequence: int = 2, data: int = 2, positions: str = "lear
     mesh = lss.init_mesh(sequence, data, device="cpu")
     model, batch = target(positions)
     with FAULTS.get(name, nothing)():
-        return lss.verify(model, batch, mesh, attention=AttentionConfig(gather=gather))
+        return lss.verify(model, batch, mesh, attention=AttentionConfig(gather=gather), shift_labels=1)
 
 
 def target(positions: str = "learned") -> tuple[nn.Module, dict]:
     torch.manual_seed(0)
     rates = {"dropout": 0.1, "attention_dropout": 0.1}
     model = GPT(GPTConfig(24, 2, 4, 2, 17, LENGTH, positions, tie_weights=True, **rates))
-    text = torch.randint(17, (2, LENGTH + 1))
-    labels = text[:, 1:].clone()
-    labels[0, :5] = -100
-    return model, {"tokens": text[:, :-1].contiguous(), "labels": labels}
+    text = torch.randint(17, (2, LENGTH))
+    labels = text.clone()
+    labels[0, 1:6] = -100
+    return model, {"tokens": text, "labels": labels}
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -97,7 +97,7 @@ def useless(kind: str) -> Report:
             model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight))
         if kind == "ignored":
             batch["labels"].fill_(-100)
-    return lss.verify(model, batch, mesh)
+    return lss.verify(model, batch, mesh, shift_labels=1)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
 from lss.context import wide
+from lss.errors import LayoutError
 
 
 def linear_cross_entropy(
@@ -32,6 +33,8 @@ def linear_cross_entropy(
     Returns:
         A scalar in float32 or wider.
     """
+    if chunk < 1:
+        raise LayoutError(f"chunk={chunk}", allowed="at least 1 token at a time")
     rows = hidden.flatten(0, -2)
     total: Tensor
     if torch.is_grad_enabled():
@@ -66,7 +69,13 @@ class _Chunked(torch.autograd.Function):
         grad_rows, grad_weight, grad_bias = ctx.saved_tensors
         factor, (weight_dtype, bias_dtype) = gradients[0], ctx.dtypes
         to_bias = None if grad_bias is None else (grad_bias * factor).to(bias_dtype)
-        return grad_rows * factor.to(grad_rows.dtype), (grad_weight * factor).to(weight_dtype), to_bias, None, None
+        return (
+            (wide(grad_rows) * factor).to(grad_rows.dtype),
+            (grad_weight * factor).to(weight_dtype),
+            to_bias,
+            None,
+            None,
+        )
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -20,8 +20,8 @@ def count_tokens(model: nn.Module, *labels: Tensor) -> Tensor:
         model: The parallelized model.
         labels: Integer labels, of which -100 is ignored, or boolean masks of what counts.
     """
-    if any(part.is_floating_point() for part in labels):
-        raise LayoutError("a mask of numbers to count", allowed="integer labels, or boolean masks of what counts")
+    if not labels or any(part.is_floating_point() for part in labels):
+        raise LayoutError("no labels to count, or a mask of numbers", allowed="integer labels, or boolean masks")
     counts = [(part if part.dtype == torch.bool else part != IGNORE_INDEX).sum() for part in labels]
     return context_of(model).sum_over_ranks(torch.stack(counts).sum().double())
 

@@ -30,18 +30,31 @@ def verify_target(
     model, batch = agree(target.load)
     console = Console(quiet=world.rank > 0)
     with console.status("") as status:
-        report = verify(model, batch, mesh, attention=attention, steps=steps, progress=status.update)
+        report = verify(
+            model,
+            batch,
+            mesh,
+            attention=attention,
+            shift_labels=target.shift_labels,
+            steps=steps,
+            progress=status.update,
+        )
     if world.rank == 0:
         console.print(report.render())
         console.print(f"{time.perf_counter() - started:.1f} s", style="dim")
     agree(lambda: _write(report, file) if file and world.rank == 0 else None)
     if not report.passed:
         failed = next(check for check in report.checks if not check.passed)
-        error = DifferentError(
-            f"{target.name} over ranks differs from the serial run: {failed.kind} {failed.name}",
-            allowed=f"a relative error of at most {failed.bound:.1e}",
-            remedy="look at the first module named above",
-        )
+        if failed.kind == "sanity":
+            error = DifferentError(
+                f"{target.name}: {failed.note}", allowed=f"a run that proves something: {failed.name}"
+            )
+        else:
+            error = DifferentError(
+                f"{target.name} over ranks differs from the serial run: {failed.kind} {failed.name}",
+                allowed=f"a relative error of at most {failed.bound:.1e}",
+                remedy="look at the module named above" if report.first_forward else "",
+            )
         error.on_all_ranks = True
         raise error
 

@@ -56,12 +56,14 @@ class Report:
         title: What was compared.
         checks: Worst first.
         first_forward: First module in order of execution whose output parts from the serial run's; empty if none.
+        last_equal: The module before it, whose output is equal; empty if none.
         first_backward: First module, as backward reaches it, at whose output the gradient parts; empty if none.
     """
 
     title: str
     checks: tuple[Check, ...]
     first_forward: str = ""
+    last_equal: str = ""
     first_backward: str = ""
 
     @property
@@ -70,11 +72,12 @@ class Report:
         return all(check.passed for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """`passed`, `title`, `first_forward`, `first_backward`, and `checks`, worst first; infinite errors are null."""
+        """For JSON: `passed`, the fields, and `checks`, worst first; infinite errors are null."""
         return {
             "passed": self.passed,
             "title": self.title,
             "first_forward": self.first_forward,
+            "last_equal": self.last_equal,
             "first_backward": self.first_backward,
             "checks": [asdict(check) | {"error": _json(check.error), "passed": check.passed} for check in self.checks],
         }
@@ -92,10 +95,15 @@ class Report:
         if hidden:
             lines.append(Text(f"... and {hidden} more, none of them worse"))
         bad = [check for check in self.checks if not check.passed]
-        lines.extend(Text(f"{check.kind} {check.name}: {check.note}") for check in bad if check.note)
+        gradients = any(check.kind == "gradient" for check in bad)  # which a wrong norm then follows from
+        notes = [check for check in bad if check.note and not (gradients and check.kind == "norm")]
+        lines.extend(Text(f"{check.kind} {check.name}: {check.note}") for check in notes)
         if self.first_forward:
             lines.append(Text(f"first module whose output differs: {self.first_forward}", "red"))
-        if self.first_backward:
+            if self.last_equal:
+                lines.append(Text(f"the last one before it that is equal: {self.last_equal}"))
+                lines.append(Text("look at the first, and at the code that runs between the two"))
+        elif self.first_backward:
             lines.append(Text(f"first module, going backward, whose gradient differs: {self.first_backward}", "red"))
         counts = f"{len(self.checks) - len(bad)} of {len(self.checks)} checks hold"
         verdict = "NOT EQUAL" if bad else "EQUAL"
@@ -107,10 +115,10 @@ def _json(error: float) -> float | None:
     return error if math.isfinite(error) else None  # JSON knows neither NaN nor infinity
 
 
-def report(title: str, checks: Iterable[Check], first_forward: str = "", first_backward: str = "") -> Report:
-    """A report with the worst check first."""
+def report(title: str, checks: Iterable[Check], *names: str) -> Report:
+    """A report with the worst check first; names of modules as in `Report`."""
     ordered = sorted(checks, key=lambda check: check.excess, reverse=True)
-    return Report(title, tuple(ordered), first_forward, first_backward)
+    return Report(title, tuple(ordered), *names)
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
@@ -122,7 +130,8 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
         return float("inf")
     if not expected.numel():
         return 0.0
-    found, wanted = actual.double(), expected.double()
+    found, wanted = (torch.view_as_real(part) if part.is_complex() else part for part in (actual, expected))
+    found, wanted = found.double(), wanted.double()
     difference = (found - wanted).masked_fill(found == wanted, 0.0).abs().max().item()  # equal infinities are equal
     scale = max(wanted.abs().masked_fill(wanted.isinf(), 0.0).max().item(), floor)
     if difference == 0:

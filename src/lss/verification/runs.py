@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lss.batch import shard
+from lss.batch import shard, unshard
 from lss.context import SequenceContext, context_of
 from lss.gradients import average_gradients, clip_gradient_norm, replicas_that_differ
-from lss.losses import count_tokens
+from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.parallelize import full_gradients, full_state_dict, parallelize
-from lss.verification.setting import Setting
+from lss.verification.reference import Place
+from lss.verification.setting import Setting, cross_entropy_sum
 
 # Steps are clipped to half of the first norm, so that a wrong norm shows in the parameters.
 CLIP_SHARE = 0.5
@@ -36,13 +38,25 @@ class Run:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def run_plainly(model: nn.Module, setting: Setting, steps: int) -> Run:
-    """Plain PyTorch: nothing of this package is called. The model is changed."""
+def run_plainly(
+    model: nn.Module, setting: Setting, steps: int, max_norm: float | None = None, place: Place | None = None
+) -> Run:
+    """Plain PyTorch: nothing of this package is called. The model is changed.
+
+    Args:
+        model: The plain model.
+        setting: The batch.
+        steps: Steps.
+        max_norm: Of gradients; half of the first norm by default.
+        place: Told where the run is, if the model draws dropout masks.
+    """
     run, labels = Run(), setting.labels
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
         optimizer.zero_grad()
-        outputs = setting.run_plainly(model)
+        if place:
+            place.step = step
+        outputs = setting.run_plainly(model, _mover(place))
         loss = setting.loss_sum(outputs, labels) / (labels != -100).sum().clamp(min=1)
         loss.backward()
         run.losses.append(loss.item())
@@ -50,7 +64,7 @@ def run_plainly(model: nn.Module, setting: Setting, steps: int) -> Run:
             run.outputs = outputs.detach()
             run.gradients = {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None}
             run.norm = nn.utils.get_total_norm(run.gradients.values()).item()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_SHARE * run.norm)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_SHARE * run.norm if max_norm is None else max_norm)
         optimizer.step()
     run.parameters = dict(model.state_dict())
     return run
@@ -70,7 +84,7 @@ def run_over_ranks(
         context.ledger.clear()
         count = count_tokens(model, labels).clamp(min=1)
         outputs = model(**batch)
-        loss = setting.loss_sum(outputs, labels) / count
+        loss = share_of_loss(setting, outputs, labels, count)
         loss.backward()
         average_gradients(model)
         run.losses.append(context.sum_over_ranks(loss.detach()).item())
@@ -86,18 +100,33 @@ def run_over_ranks(
     return run, context
 
 
+def share_of_loss(setting: Setting, outputs: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+    """This rank's share of the loss, by the function that users call where it is the default."""
+    if setting.loss_sum is cross_entropy_sum:
+        return token_mean_cross_entropy(outputs, labels, count)
+    return setting.loss_sum(outputs, labels) / count
+
+
 def evaluate_over_ranks(model: nn.Module, setting: Setting) -> Tensor:
-    """Outputs of this rank's slots in evaluation."""
+    """Outputs of whole sequences in evaluation, of all data groups: [B, L, ...]."""
     model = parallelize(model, setting.mesh, **asdict(setting.attention)).eval()
     batch, _ = sharded(setting, context_of(model), setting.mesh)
     with torch.no_grad():
         outputs: Tensor = model(**batch)
-    return outputs
+    return unshard(outputs, batch["segment"], setting.mesh, data_groups=True)  # type: ignore[arg-type]
 
 
 def sharded(setting: Setting, context: SequenceContext, mesh: DeviceMesh | None) -> tuple[dict[str, Tensor], Tensor]:
     """The model's arguments for this rank's slots, and their labels."""
     whole, documents = setting.of_group(context.data)
-    batch = shard(whole, mesh, shift_labels=0, documents=documents, layout=setting.attention.layout)
+    batch = shard(whole, mesh, shift_labels=setting.shift_labels, documents=documents, layout=setting.attention.layout)
     labels = batch.pop("labels")
     return batch, labels
+
+
+def _mover(place: Place | None) -> Callable[[int, slice], None]:
+    def move(row: int, slots: slice) -> None:
+        if place:
+            place.row, place.start = row, slots.start
+
+    return move

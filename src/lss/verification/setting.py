@@ -40,6 +40,7 @@ class Setting:
         loss_sum: The loss, as a sum over tokens.
         documents: Lengths of packed documents, a list a sequence; None for none.
         dtype: In which all is computed.
+        shift_labels: As of `shard`.
     """
 
     batch: dict[str, Tensor]
@@ -48,6 +49,7 @@ class Setting:
     loss_sum: LossSum
     documents: Sequence[Sequence[int]] | None
     dtype: torch.dtype
+    shift_labels: int
 
     def __post_init__(self) -> None:
         wrong = [name for name, part in self.batch.items() if not isinstance(part, Tensor) or part.dim() < 2]
@@ -56,9 +58,9 @@ class Setting:
         if "labels" not in self.batch or not self.inputs:
             raise LayoutError(
                 f"a batch of {sorted(self.batch)}",
-                allowed="the model's arguments by name, and `labels`, shifted already",
+                allowed="the model's arguments by name, and `labels`",
             )
-        if self.batch["labels"].is_floating_point():
+        if self.batch["labels"].is_floating_point() or self.batch["labels"].dtype == torch.bool:
             raise LayoutError(
                 f"labels of {self.batch['labels'].dtype}", allowed="labels of integers, of which -100 is ignored"
             )
@@ -70,12 +72,14 @@ class Setting:
 
     @cached_property
     def labels(self) -> Tensor:
-        """Labels [B, L], those of padding ignored."""
-        return self.batch["labels"].masked_fill(~self.real.view(*self.real.shape, *[1] * self._more_dims), IGNORE_INDEX)
-
-    @property
-    def _more_dims(self) -> int:
-        return self.batch["labels"].dim() - 2
+        """Labels of the token to be predicted [B, L, ...], those of padding ignored."""
+        given = self.batch["labels"].long()
+        labels = torch.full_like(given, IGNORE_INDEX)
+        for row, pieces in enumerate(self.pieces):
+            for start, stop in pieces:
+                for slot in range(start, stop - self.shift_labels):
+                    labels[row, slot] = given[row, slot + self.shift_labels]
+        return labels
 
     @cached_property
     def pieces(self) -> list[list[tuple[int, int]]]:
@@ -169,7 +173,7 @@ def without_dropout(model: nn.Module) -> tuple[nn.Module, bool]:
     for module in bare.modules():
         if isinstance(module, nn.Dropout) and module.p:
             module.p, found = 0.0, True
-        if getattr(module, "attention_dropout", 0.0):
+        if isinstance(getattr(module, "attention_dropout", None), float | int) and module.attention_dropout:
             module.attention_dropout, found = 0.0, True  # type: ignore[assignment]
     return bare, found
 

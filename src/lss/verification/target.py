@@ -35,8 +35,13 @@ class Target:
     length: int
     num_sequences: int
 
+    @property
+    def shift_labels(self) -> int:
+        """As of `shard`: labels of presets and configurations are the tokens."""
+        return 0 if ":" in self.name else 1
+
     def load(self) -> tuple[nn.Module, dict[str, Tensor]]:
-        """The plain model and a batch of whole sequences, labels shifted already.
+        """The plain model and a batch of whole sequences.
 
         Presets and configurations get random weights and random tokens, and dropout everywhere.
 
@@ -65,8 +70,8 @@ class Target:
     def _gpt(self, config: Config) -> tuple[nn.Module, dict[str, Tensor]]:
         length = self.length or config.data.length
         shape = replace(config.gpt(), max_length=length, dropout=DROPOUT, attention_dropout=DROPOUT)
-        text = torch.randint(shape.vocabulary, (self.num_sequences, length + 1))
-        return GPT(shape), {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
+        text = torch.randint(shape.vocabulary, (self.num_sequences, length))
+        return GPT(shape), {"tokens": text, "labels": text.clone()}
 
 
 def _function(name: str) -> Callable[[], Any]:

@@ -15,7 +15,7 @@ from lss.context import SequenceContext, context_of
 from lss.losses import count_tokens
 from lss.parallelize import parallelize
 from lss.verification.compare import SMALL, relative_error
-from lss.verification.runs import sharded
+from lss.verification.runs import sharded, share_of_loss
 from lss.verification.setting import Setting
 
 
@@ -71,8 +71,13 @@ class Trace:
             whole[row, slots] = part[0]
 
 
-def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple[str, str]:
-    """Names of the first module whose output, and (going backward) of the first whose gradient, differs on any rank."""
+def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple[str, str, str]:
+    """Names of three modules; empty where there is none.
+
+    Returns:
+        The first one whose output differs on any rank, the last one before it that was compared, and, going backward,
+        the first one whose gradient differs.
+    """
     serial, ranks = Trace(setting), Trace(setting)
     model = copy.deepcopy(plain)
     serial.watch(model)
@@ -83,10 +88,10 @@ def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple
     context = context_of(model)
     batch, labels = sharded(setting, context, setting.mesh)
     count = count_tokens(model, labels).clamp(min=1)
-    (setting.loss_sum(model(**batch), labels) / count).backward()
-    forward = _first(serial.outputs, ranks.outputs, setting, context, bound, is_gradient=False)
-    backward = _first(serial.gradients, ranks.gradients, setting, context, bound, is_gradient=True)
-    return forward, backward
+    share_of_loss(setting, model(**batch), labels, count).backward()
+    forward, equal = _first(serial.outputs, ranks.outputs, setting, context, bound, is_gradient=False)
+    backward, _ = _first(serial.gradients, ranks.gradients, setting, context, bound, is_gradient=True)
+    return forward, equal, backward
 
 
 def _first(
@@ -97,18 +102,21 @@ def _first(
     bound: float,
     *,
     is_gradient: bool,
-) -> str:
+) -> tuple[str, str]:
     names = list(serial)
     largest = max((part.abs().max().item() for part in serial.values()), default=0.0)
     own = len(names)
+    compared = []
     for index, name in enumerate(names):
         pair = _matched(serial[name], ranks.get(name), setting, context, is_gradient)
+        compared += [index] if pair else []
         if pair and not relative_error(*pair, floor=SMALL * largest if is_gradient else 0.0) <= bound:
             own = index
             break
     found = context.gather_from_ranks(torch.tensor([own], device=serial[names[0]].device) if names else torch.zeros(1))
     first = int(found.min())
-    return names[first] if first < len(names) else ""
+    before = [index for index in compared if index < first]
+    return names[first] if first < len(names) else "", names[before[-1]] if before else ""
 
 
 def _matched(
@@ -122,7 +130,8 @@ def _matched(
     if is_gradient and not of_batch and context.data.size > 1:
         return None  # shared by all sequences, of which a data group has only its own
     serial = serial[rows] if of_batch else serial
-    dim = next((dim for dim in range(serial.dim()) if serial.size(dim) == layout.length), None)
+    first = 1 if of_batch else 0
+    dim = next((dim for dim in range(first, serial.dim()) if serial.size(dim) == layout.length), None)
     if dim is None:
         return None
     if context.sequence.size > 1 and local.size(dim) == layout.padded_length:

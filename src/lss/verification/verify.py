@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss.batch import shard
-from lss.collectives import Axis, agree
+from lss.collectives import Axis, agree, agree_equal
 from lss.config import AttentionConfig
 from lss.context import SequenceContext
-from lss.errors import LayoutError, ModelError
+from lss.errors import LayoutError, LssError, ModelError
 from lss.verification.compare import SMALL, Check, Report, relative_error, report, rounding_bound
 from lss.verification.precision import computing_in
+from lss.verification.reference import with_serial_dropout
 from lss.verification.runs import CLIP_SHARE, Run, evaluate_over_ranks, run_over_ranks, run_plainly
 from lss.verification.setting import LossSum, Setting, cross_entropy_sum, without_dropout
 from lss.verification.trace import first_differences
@@ -33,6 +35,7 @@ def verify(
     steps: int = 2,
     loss_sum: LossSum = cross_entropy_sum,
     documents: Sequence[Sequence[int]] | None = None,
+    shift_labels: int = 0,
     title: str = "",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
@@ -41,8 +44,8 @@ def verify(
     Every rank runs the plain model on the whole batch by itself, then all run the parallelized one together. Compared
     are the loss of every step, outputs in training and in evaluation, each parameter's gradient, the gradient norm, and
     parameters and buffers after `steps` steps of SGD with clipping, all without dropout; then, if the model has
-    dropout, loss and gradients with it against one rank. If anything differs, both are run again to name the first
-    module that does.
+    dropout, losses and gradients of two steps with it: on the CPU against masks written out again for the plain model,
+    elsewhere against one rank alone. If anything differs, both are run again to name the first module that does.
 
     All is computed in float64, also what the model itself casts to float32; in float32 if the model cannot be run so.
     Of packed or padded batches the plain model is given each document by itself.
@@ -50,12 +53,13 @@ def verify(
     Args:
         model: A plain model, which is left as it is.
         batch: Whole sequences of all data groups: tensors [B, L, ...] under the names of the model's arguments, and
-            integer `labels`, shifted already; also `attention_mask` and `position_ids`, as `shard` takes them in.
+            integer `labels`; also `attention_mask` and `position_ids`, as `shard` takes them in.
         mesh: The mesh to run over.
         attention: How attention is computed, as `parallelize` takes it, and the layout that `shard` cuts by.
         steps: Steps of SGD.
         loss_sum: The loss of outputs and labels, as a sum over tokens; cross-entropy by default.
         documents: Lengths of packed documents, as `shard` takes them.
+        shift_labels: As `shard` takes it; by default labels are shifted already.
         title: The report's title.
         progress: Told what is being done.
 
@@ -69,8 +73,9 @@ def verify(
     if steps < 1:
         raise LayoutError(f"steps={steps}", allowed="at least 1")
     whole, attention = _in(torch.float64, batch, mesh), attention or AttentionConfig()
-    setting = Setting(whole, mesh, attention, loss_sum, documents, torch.float64)
+    setting = Setting(whole, mesh, attention, loss_sum, documents, torch.float64, shift_labels)
     _check(setting)
+    agree_equal("the model", _digest(model), "make it from one seed on every rank, or load one file")
     progress("serial run")
     serial, setting = agree(lambda: _run_serially(model, setting, steps))
     with computing_in(setting.dtype):
@@ -82,10 +87,10 @@ def verify(
         checks = _compare(ranks, serial, setting, context, _bound(plain, setting))
         checks += _sanity(serial, ranks, setting, context)
         if has_dropout:
-            progress("dropout on: one rank, then all")
+            progress("dropout on: serial run, then all ranks")
             checks += _compare_dropout(plain, setting)
         checks = _worst_of_ranks(checks, context, torch.device(mesh.device_type))
-        names = ("", "")
+        names = ("", "", "")
         if not all(check.passed for check in checks):
             progress("both again, to find the first difference")
             names = first_differences(bare, setting, _bound(plain, setting))
@@ -98,14 +103,14 @@ def _in(dtype: torch.dtype, batch: Mapping[str, Tensor], mesh: DeviceMesh) -> di
     def moved(part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
-        return part.to(mesh.device_type, dtype if part.is_floating_point() else part.dtype)
+        return part.to(mesh.device_type, _like(dtype, part))
 
     return {name: moved(part) for name, part in batch.items()}
 
 
 def _check(setting: Setting) -> None:
     """Raise LayoutError where the batch cannot be cut, or the plain model cannot have its positions."""
-    segment = shard(setting.batch, None, shift_labels=0, documents=setting.documents)["segment"]
+    segment = shard(setting.batch, None, shift_labels=setting.shift_labels, documents=setting.documents)["segment"]
     if "position_ids" in setting.batch and (segment.position_ids is not None or not setting.is_whole):
         given = setting.batch["position_ids"]
         first = [given[row, start].item() for row, pieces in enumerate(setting.pieces) for start, _ in pieces]
@@ -117,7 +122,26 @@ def _check(setting: Setting) -> None:
 
 
 def _plain(model: nn.Module, setting: Setting) -> nn.Module:
-    return copy.deepcopy(model).to(setting.mesh.device_type, setting.dtype).train()
+    plain = copy.deepcopy(model).to(setting.mesh.device_type)
+    plain._apply(lambda part: part.to(_like(setting.dtype, part)))
+    return plain.train()
+
+
+def _like(dtype: torch.dtype, tensor: Tensor) -> torch.dtype:
+    """`dtype` for floating tensors, its complex partner for complex ones, their own for others."""
+    if tensor.is_complex():
+        return dtype.to_complex()
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _digest(model: nn.Module) -> str:
+    sums = [(name, tuple(part.shape), str(part.double().sum().item())) for name, part in _real_parts(model)]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+def _real_parts(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, part in model.state_dict().items():
+        yield name, torch.view_as_real(part) if part.is_complex() else part
 
 
 def _run_serially(model: nn.Module, setting: Setting, steps: int) -> tuple[Run, Setting]:
@@ -135,21 +159,27 @@ def _run_serially(model: nn.Module, setting: Setting, steps: int) -> tuple[Run, 
                 run = run_plainly(without_dropout(plain)[0], found, steps)
                 with torch.no_grad():
                     run.evaluated = found.run_plainly(plain.eval())
-        except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        except LssError:
+            raise
+        except Exception as error:  # whatever the user's code raises
             cause = error
             continue
         return run, found
     raise ModelError(
-        f"the plain model cannot be run on the batch: {type(cause).__name__}: {str(cause).splitlines()[0]}",
-        allowed="a model of the batch's tensors by name that returns one tensor, and a loss of it and the labels",
+        f"the plain model cannot be run on the batch: {type(cause).__name__}: {_first_line(cause)}",
+        allowed="a model that returns one tensor [B, L, ...] of the batch's tensors, given by name without labels, "
+        "attention_mask and position_ids, which lss.shard takes in; and a loss of that tensor and the labels",
+        remedy="take arguments that are taken in out of the model's forward, or give them defaults",
     ) from cause
 
 
 def _compare(ranks: Run, serial: Run, setting: Setting, context: SequenceContext, bound: float) -> list[Check]:
     checks = _compare_losses(ranks, serial, bound, "loss")
-    for kind in ("outputs", "evaluated"):
-        error = _error_of_outputs(getattr(ranks, kind), getattr(serial, kind), setting, context)
-        checks.append(Check("output", "in training" if kind == "outputs" else "in evaluation", error, bound))
+    rank, rows, layout = context.sequence.rank, setting.rows_of_group(context.data), context.layout
+    own, real = (layout.shard(part[rows], rank, dim=1, fill=0) for part in (serial.outputs, setting.real))
+    checks.append(Check("output", "in training", _error_of_outputs(ranks.outputs, own, real), bound))
+    error = _error_of_outputs(ranks.evaluated, serial.evaluated, setting.real)
+    checks.append(Check("output", "in evaluation, joined", error, bound))
     checks += _compare_gradients(ranks, serial, bound, "gradient")
     checks.append(
         Check(
@@ -160,19 +190,15 @@ def _compare(ranks: Run, serial: Run, setting: Setting, context: SequenceContext
             "shared parameters count once, positional rows over their owners",
         )
     )
-    steps = len(serial.losses)
+    steps, floor = len(serial.losses), SMALL * _largest(serial.parameters)
     for name, expected in serial.parameters.items():
-        found = ranks.parameters.get(name, torch.empty(0))
-        checks.append(Check("parameter", f"{name} after {steps} steps", relative_error(found, expected), bound * steps))
+        error = relative_error(ranks.parameters.get(name, torch.empty(0)), expected, floor)
+        checks.append(Check("parameter", f"{name} after {steps} steps", error, bound * steps))
     checks += [Check("replicas", name, math.inf, 0.0) for name in ranks.parameters if name.startswith("replica of ")]
     return checks
 
 
-def _error_of_outputs(found: Tensor, whole: Tensor, setting: Setting, context: SequenceContext) -> float:
-    """Of this rank's real slots."""
-    rank, rows = context.sequence.rank, setting.rows_of_group(context.data)
-    expected = context.layout.shard(whole[rows], rank, dim=1, fill=0)
-    real = context.layout.shard(setting.real[rows], rank, dim=1, fill=0)
+def _error_of_outputs(found: Tensor, expected: Tensor, real: Tensor) -> float:
     return relative_error(found[real], expected[real]) if found.shape == expected.shape else math.inf
 
 
@@ -184,7 +210,7 @@ def _compare_losses(ranks: Run, serial: Run, bound: float, kind: str) -> list[Ch
 
 
 def _compare_gradients(ranks: Run, serial: Run, bound: float, kind: str) -> list[Check]:
-    largest = max((gradient.abs().max().item() for gradient in serial.gradients.values()), default=0.0)
+    largest = _largest(serial.gradients)
     checks = []
     for name in serial.gradients.keys() | ranks.gradients.keys():
         found, expected = (run.gradients.get(name, torch.empty(0)) for run in (ranks, serial))
@@ -193,9 +219,13 @@ def _compare_gradients(ranks: Run, serial: Run, bound: float, kind: str) -> list
 
 
 def _compare_dropout(plain: nn.Module, setting: Setting) -> list[Check]:
-    """With dropout on: one rank alone against all."""
-    alone, _ = run_over_ranks(copy.deepcopy(plain), setting, None, 1, math.inf)
-    ranks, _ = run_over_ranks(copy.deepcopy(plain), setting, setting.mesh, 1, math.inf)
+    """With dropout on: the plain model with the same masks, or one rank alone, against all."""
+    if setting.mesh.device_type == "cpu":
+        model = copy.deepcopy(plain)
+        alone = run_plainly(model, setting, 2, math.inf, with_serial_dropout(model))
+    else:
+        alone, _ = run_over_ranks(copy.deepcopy(plain), setting, None, 2, math.inf)
+    ranks, _ = run_over_ranks(copy.deepcopy(plain), setting, setting.mesh, 2, math.inf)
     bound = _bound(plain, setting)
     return [
         *_compare_losses(ranks, alone, bound, "loss, dropout"),
@@ -215,6 +245,15 @@ def _sanity(serial: Run, ranks: Run, setting: Setting, context: SequenceContext)
         _sane("the loss can move", not (at_chance and dead), "the loss is that of chance and gradients are dead"),
         *(_sane(f"messages on the {axis.name} axis", _sent(axis), "nothing was sent") for axis in used),
     ]
+
+
+def _largest(tensors: Mapping[str, Tensor]) -> float:
+    floating = (part for part in tensors.values() if part.numel() and (part.is_floating_point() or part.is_complex()))
+    return max((part.abs().max().item() for part in floating), default=0.0)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _used(context: SequenceContext) -> list[Axis]:

@@ -1,0 +1,138 @@
+"""Dropout of the serial run, written again from its rule (docs/batches.md), value by value, to compare with.
+
+The bits of a place are those of Philox 4x64 keyed by (seed, step, place, sequence, block of columns): row p of C
+columns takes the counters from p * ceil(C / 16) on, 16 bits a value. A value is kept where its bits, as a signed
+number, are at least the rate in units of 2**-16, minus 2**15.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lss.attention import mask_of
+from lss.parallelize import attention_dropout, attention_layers
+
+_KEYS = 64  # keys of a block of attention weights
+
+
+@dataclass
+class Place:
+    """Where the serial run is.
+
+    Args:
+        step: The step.
+        row: First sequence of what the model is given.
+        start: Position of its first token.
+    """
+
+    step: int = 0
+    row: int = 0
+    start: int = 0
+
+    def keep(self, number: int, rate: float, row: int, position: int, columns: int, block: int = 0) -> Tensor:
+        """Factor of each value of one row: 0, or 1 / (1 - rate)."""
+        fields = struct.pack("<5q", 0, self.step, number, self.row + row, block)
+        key = np.frombuffer(hashlib.blake2b(fields, digest_size=16).digest(), np.uint64)
+        counts = math.ceil(columns / 16)
+        bits = np.random.Philox(key=key, counter=position * counts).random_raw(4 * counts).view(np.int16)[:columns]
+        levels = round(rate * 2**16)
+        kept = torch.from_numpy((bits.astype(np.int64) >= levels - 2**15).astype(np.float64))
+        return kept * (2**16 / (2**16 - levels))
+
+
+class SerialDropout(nn.Module):
+    """Takes the place of an `nn.Dropout` in the serial run."""
+
+    def __init__(self, place: Place, number: int, rate: float) -> None:
+        super().__init__()
+        self.place, self.number, self.rate = place, number, rate
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[B, L, F], or [B, F]."""
+        if not self.training or not self.rate:
+            return values
+        rows, columns = range(values.size(0)), values.size(-1)
+        if values.dim() == 2:
+            return values * torch.stack([self._keep(row, 0, columns) for row in rows]).to(values.dtype)
+        positions = range(self.place.start, self.place.start + values.size(1))
+        keep = [torch.stack([self._keep(row, position, columns) for position in positions]) for row in rows]
+        return values * torch.stack(keep).to(values.dtype)
+
+    def _keep(self, row: int, position: int, columns: int) -> Tensor:
+        return self.place.keep(self.number, self.rate, row, position, columns)
+
+
+@dataclass(frozen=True)
+class SerialAttention:
+    """The forward of an attention layer with dropout of its weights: softmax of all scores, then the masks."""
+
+    layer: nn.Module
+    place: Place
+    number: int
+    rate: float
+
+    def __call__(self, x: Tensor, *others: object, **named: object) -> Tensor:
+        """[B, L, E]."""
+        layer: Any = self.layer
+        index = torch.arange(x.size(1), device=x.device)
+        query = layer.project_query(x, index)
+        key, value = layer.project_key_value(x, index)
+        key, value = (part.repeat_interleave(query.size(1) // part.size(1), 1) for part in (key, value))
+        scale = getattr(layer, "scale", None) or query.size(-1) ** -0.5
+        scores = query @ key.mT * scale
+        bias, mask, sinks = getattr(layer, "bias", None), mask_of(layer), getattr(layer, "sinks", None)
+        scores = scores if bias is None else scores + bias(index, index)
+        assert mask is not None
+        scores = scores.masked_fill(~mask.pairs(0, index, index), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., : x.size(1)]
+        if layer.training:
+            weights = weights * self._keep(weights)
+        output: Tensor = layer.project_output(weights @ value)
+        return output
+
+    def _keep(self, weights: Tensor) -> Tensor:
+        rows, heads, length, _ = weights.shape
+        first, stop = self.place.start // _KEYS, (self.place.start + length - 1) // _KEYS + 1
+        keep = torch.zeros(rows, length, (stop - first) * _KEYS, heads, dtype=weights.dtype)
+        for row in range(rows):
+            for query in range(length):
+                for block in range(first, stop):
+                    drawn = self.place.keep(self.number, self.rate, row, self.place.start + query, _KEYS * heads, block)
+                    keep[row, query, (block - first) * _KEYS :][:_KEYS] = drawn.view(_KEYS, heads)
+        begin = self.place.start - first * _KEYS
+        return keep[:, :, begin : begin + length].permute(0, 3, 1, 2)
+
+
+def with_serial_dropout(model: nn.Module) -> Place:
+    """Give a plain model the masks that a parallelized one draws on the CPU with seed 0; in place.
+
+    Places are numbered as modules come, dropout modules before the weights of attention layers.
+
+    Returns:
+        Where the run is, to be told by the caller.
+    """
+    place, numbers = Place(), count()
+    layers = attention_layers(model)
+    rates = {name: attention_dropout(layer) for name, layer in layers.items()}
+    replaced: dict[int, SerialDropout] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, nn.Dropout):
+            if id(module) not in replaced:
+                replaced[id(module)] = SerialDropout(place, next(numbers), module.p).train(module.training)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replaced[id(module)])
+    for name, layer in layers.items():
+        if rates[name]:
+            cast(Any, layer).forward = SerialAttention(layer, place, next(numbers), rates[name])
+    return place
