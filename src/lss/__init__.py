@@ -10,7 +10,7 @@ from lss.layout import Layout
 from lss.ledger import Ledger
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.mesh import init_mesh
-from lss.parallelize import full_gradients, full_state_dict, parallelize
+from lss.parallelize import full_gradients, full_state_dict, load_full_state_dict, parallelize
 from lss.verification import verify
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [
     "full_state_dict",
     "gradient_norm",
     "init_mesh",
+    "load_full_state_dict",
     "masks",
     "parallelize",
     "shard",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import signature
 from itertools import count
@@ -137,12 +137,34 @@ def parallelize(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the plain model, positional tables reassembled, on every rank. A collective call."""
+    """The state of the plain model, positional tables reassembled, on every rank: to be saved by one of them.
+
+    A collective call: every rank must make it. `load_full_state_dict` takes it back, at any number of ranks.
+    """
     state = dict(model.state_dict())
     for names, module in _instances(model, ShardedPositions):
         table = module.whole(module.weight)
         state |= {f"{name}.weight": table for name in names}
     return state
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load the state of the plain model, as `full_state_dict` gives it, into a parallelized one; the same on every rank.
+
+    Raises:
+        ModelError: Names or shapes are not those of the model.
+    """
+    parts = dict(state)
+    for names, module in _instances(model, ShardedPositions):
+        for name in names:
+            if (table := parts.get(f"{name}.weight")) is not None and len(table) == module.layout.length:
+                parts[f"{name}.weight"] = module.rows_of(table)
+    try:
+        model.load_state_dict(parts)
+    except RuntimeError as error:
+        raise ModelError(
+            f"a state that does not fit: {error}", allowed="that of the plain model, as full_state_dict gives it"
+        ) from error
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -38,8 +38,7 @@ class ShardedPositions(nn.Module):
         self.layout = layout
         # the same parameter, so that an optimizer that was made before knows it
         self.weight = cast(nn.Parameter, table.weight)
-        own = self.layout.positions(context.sequence.rank, self.weight.device)
-        self.weight.data = table.weight.data[own[: self.layout.num_tokens(context.sequence.rank)]]
+        self.weight.data = self.rows_of(table.weight.data)
         self.weight.grad = None
 
     def extra_repr(self) -> str:
@@ -81,6 +80,11 @@ class ShardedPositions(nn.Module):
                 allowed="the slots of the segment in order; the segment says which positions they have",
                 remedy="give position_ids to lss.shard, not to the model",
             )
+
+    def rows_of(self, table: Tensor) -> Tensor:
+        """This rank's rows of a whole table [P, E]."""
+        rank = self.context.sequence.rank
+        return table[self.layout.positions(rank, table.device)[: self.layout.num_tokens(rank)]]
 
     def whole(self, rows: Tensor) -> Tensor:
         """Rows of all ranks in order, of the weight or of its gradient: [P, E], detached. A collective call."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lss.errors import MeshError
 from lss.mesh import World, init_world
 
 
@@ -43,7 +44,10 @@ class RankPool:
 
         Raises:
             RanksFailedError: A rank raised, died, or was not ready within `timeout` seconds.
+            MeshError: There are not so many ranks in the pool.
         """
+        if not 1 <= num_ranks <= self.size:
+            raise MeshError(f"{num_ranks} ranks of a pool of {self.size}", allowed=f"1 to {self.size}")
         self._start()
         with tempfile.TemporaryDirectory(prefix="lss-") as folder:
             for rank in range(num_ranks):
@@ -98,7 +102,12 @@ def _work(connection: Connection) -> None:
             function, world, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        connection.send_bytes(pickle.dumps(_answer(function, world, args)))
+        answer = _answer(function, world, args)
+        try:
+            message = pickle.dumps(answer)
+        except Exception:  # what a result holds is the user's
+            message = pickle.dumps((False, f"the result cannot be pickled: {traceback.format_exc()}"))
+        connection.send_bytes(message)
 
 
 def _answer(function: Callable[..., Any], world: World, args: tuple[Any, ...]) -> tuple[bool, Any]:

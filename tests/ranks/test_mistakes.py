@@ -128,6 +128,27 @@ def test_a_parallelized_model_can_be_copied(ranks):
         assert second[0] == 2
 
 
+def saved_and_loaded(sequence: int, state: dict | None) -> dict:
+    mesh = lss.init_mesh(sequence, device="cpu")
+    torch.manual_seed(sequence)
+    model = lss.parallelize(tiny_gpt(LENGTH), mesh)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    if state:
+        lss.load_full_state_dict(model, state)
+    return lss.full_state_dict(model)
+
+
+def test_a_whole_state_is_loaded_at_any_number_of_ranks(ranks):
+    whole = {name: torch.randn_like(part) for name, part in tiny_gpt(LENGTH).state_dict().items()}
+    for sequence in (1, 3):
+        for found in ranks.run(saved_and_loaded, sequence, sequence, whole):
+            assert all(torch.equal(found[name], part) for name, part in whole.items())
+    with pytest.raises(ModelError, match="does not fit"):
+        lss.load_full_state_dict(lss.parallelize(tiny_gpt(LENGTH + 1), None), whole)
+
+
 def replicas(change: str) -> list[str]:
     mesh = lss.init_mesh(2, device="cpu")
     model = lss.parallelize(tiny_gpt(LENGTH), mesh)
