@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lss.compiled import eager
 from lss.context import SequenceContext, in_backward
 from lss.errors import LayoutError, ModelError
 from lss.layout import Piece
@@ -111,11 +112,13 @@ class PositionDropout(nn.Module):
 
     def forward(self, values: Tensor) -> Tensor:
         """Drop and scale; the identity in evaluation."""
-        site = self.site
-        if not self.training or site.dropped_levels == 0:
+        if not self.training or self.site.dropped_levels == 0:
             return values
-        if values.dim() == 2:
-            return self._of_sequences(values)
+        return self._of_sequences(values) if values.dim() == 2 else self._of_tokens(values)
+
+    @eager
+    def _of_tokens(self, values: Tensor) -> Tensor:
+        site = self.site
         layout = site.context.present.layout
         if values.dim() != 3 or values.size(1) != layout.segment_length:
             raise LayoutError(
@@ -132,6 +135,7 @@ class PositionDropout(nn.Module):
                 keep[row, piece.slot : piece.slot + len(piece)] = drawn
         return values * keep * site.scale
 
+    @eager
     def _of_sequences(self, values: Tensor) -> Tensor:
         """[B, F], the same on every rank of a sequence group."""
         self.site.enter()

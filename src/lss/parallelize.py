@@ -15,6 +15,7 @@ from torch.nn.modules import batchnorm, conv, padding, pooling
 
 from lss.attention import AttentionLayer, DistributedAttention, Gather, KernelName, Schedule, mask_of
 from lss.collectives import Axis
+from lss.compiled import eager
 from lss.context import SequenceContext, attach, is_parallelized
 from lss.dropout import PositionDropout, Site
 from lss.errors import ModelError
@@ -149,7 +150,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load the state of the plain model, as `full_state_dict` gives it, into a parallelized one; the same on every rank.
+    """Load the state of the plain model, as `full_state_dict` gives it, into a parallelized one, alike on every rank.
 
     Raises:
         ModelError: Names or shapes are not those of the model.
@@ -288,9 +289,11 @@ def _replace(model: nn.Module, names: list[str], module: nn.Module) -> None:
 
 
 def _watch(context: SequenceContext, module: nn.Module, args: Any, outputs: Any) -> None:
-    context.watch(outputs)
+    if not torch.compiler.is_compiling():  # what is compiled is not recomputed as modules
+        context.watch(outputs)
 
 
+@eager
 def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: Any, outputs: Any) -> None:
     """The call is over; a dropout of an attention layer that it did not come to would have been lost in silence."""
     context.end()
@@ -302,6 +305,7 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
         )
 
 
+@eager
 def _begin(
     context: SequenceContext, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

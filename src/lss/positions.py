@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lss.collectives import gather
+from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.errors import LayoutError, ModelError
 from lss.layout import Layout
@@ -45,6 +46,7 @@ class ShardedPositions(nn.Module):
         """Rows held, as in `print(model)`."""
         return f"{self.weight.size(0)} of {self.layout.length} rows, {self.weight.size(1)} wide"
 
+    @eager
     def forward(self, indices: Tensor) -> Tensor:
         """Rows of this rank's slots: [S, E], or [B, S, E] where sequences differ.
 

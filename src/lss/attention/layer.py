@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lss.attention.attend import attend
 from lss.attention.schedule import Scene, Schedule, describe, fewest_seconds, prepare
 from lss.attention.sources import Gather, Input, KeyValue, Source
+from lss.compiled import eager
 from lss.context import SequenceContext, autocast_dtype
 from lss.dropout import Site
 from lss.errors import LayoutError, ModelError
@@ -78,6 +79,7 @@ class DistributedAttention:
     signature: Signature
     dropout: Site | None = None
 
+    @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's forward: [B, S, E] to [B, S, E]; `positions` may be given too, and are known from the segment."""
         x = self._only_argument(args, kwargs)
