@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 import lss
+from lss.bench import BenchConfig, bench
+from lss.bench.jobs import AttentionShape
 from lss.collectives import agree, agree_equal
 from lss.config import AttentionConfig, Config, ParallelConfig
 from lss.data import default_cache_folder, enwik8
@@ -22,6 +24,7 @@ from lss.errors import ConfigError, LssError
 from lss.flags import parse, parser
 from lss.launch import launch
 from lss.mesh import World, check_degrees, detect_world, init_world
+from lss.models import PRESETS
 from lss.train import evaluate_run, train
 from lss.train.folder import RunFolder
 from lss.verification.command import verify_target
@@ -33,6 +36,7 @@ usage: lss COMMAND ...
   lss train [CONFIG.toml] [--key.sub value ...]   train a model; starts its ranks, or joins torchrun, srun or mpirun
   lss eval RUN [--key.sub value ...]              bits per byte of a run on its test split
   lss verify TARGET [--sequence N] [--data M]     prove that a run over ranks equals the serial one
+  lss bench attention|step [--lengths L,L]        time it serially and over ranks, side by side
   lss data enwik8 [--from FILE]                   fetch and check a data set
 
 lss COMMAND --help tells more."""
@@ -62,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _data(rest)
         if command in _READERS:
             return _run(partial(_READERS[command], rest))
-        raise ConfigError(f"unknown command {command!r}", allowed="train, eval, verify, data", remedy="see lss --help")
+        raise ConfigError(
+            f"unknown command {command!r}", allowed="train, eval, verify, bench, data", remedy="see lss --help"
+        )
     except LssError as error:
         return _report(error)
     except KeyboardInterrupt:
@@ -103,11 +109,7 @@ def _read_verify(arguments: Sequence[str]) -> Job:
     made.add_argument("target", help="a preset, a .toml file, or module:function, which returns a model and a batch")
     made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
     made.add_argument("--data", type=int, default=1, help="data groups (default 1)")
-    for name in ("gather", "kernel", "layout"):
-        kind = get_type_hints(AttentionConfig)[name]
-        made.add_argument(f"--{name}", choices=get_args(kind), default=getattr(AttentionConfig, name), help=_AS_TRAIN)
-    made.add_argument("--chunks", type=int, default=1, help=_AS_TRAIN)
-    made.add_argument("--regather", action="store_true", help="gather again in backward: attention.keep false")
+    _add_attention(made)
     made.add_argument("--length", type=int, default=0, help="tokens of a sequence, for presets and .toml files")
     made.add_argument("--sequences", type=int, default=1, help="sequences a data group, for presets and .toml files")
     made.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
@@ -122,17 +124,76 @@ def _read_verify(arguments: Sequence[str]) -> Job:
     check_degrees(given.sequence, given.data)
     target = Target(given.target, given.length, given.sequences * given.data)
     parallel = ParallelConfig(given.sequence, given.data, given.device)
-    attention = AttentionConfig(given.gather, given.kernel, not given.regather, given.chunks, given.layout)
     run = partial(
-        verify_target, target=target, parallel=parallel, attention=attention, steps=given.steps, file=given.json
+        verify_target, target=target, parallel=parallel, attention=_attention(given), steps=given.steps, file=given.json
     )
     return Job(run, Config(parallel=parallel), f"verify {given}")
+
+
+def _read_bench(arguments: Sequence[str]) -> Job:
+    made = ArgumentParser(prog="lss bench", description="Forward and backward, serially and over ranks, in turn.")
+    made.add_argument("what", choices=["attention", "step"], help="one call of attention, or a training step")
+    made.add_argument("--lengths", default="1024,2048", help="tokens of a sequence (default 1024,2048)")
+    made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
+    made.add_argument("--repeats", type=int, default=5, help="runs of each, after one to warm up (default 5)")
+    made.add_argument("--preset", choices=list(PRESETS), default="gpt-20m", help="whose step (default gpt-20m)")
+    made.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
+    made.add_argument("--heads", type=int, default=8, help="of attention (default 8)")
+    made.add_argument("--key-value-heads", type=int, default=8, help="of attention (default 8)")
+    made.add_argument("--head-width", type=int, default=64, help="of attention (default 64)")
+    made.add_argument("--full", action="store_true", help="attention without a causal mask")
+    made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto", help="where to run (default auto)")
+    made.add_argument("--json", default="", help="a file for the rows")
+    _add_attention(made)
+    given = made.parse_args(list(arguments))
+    lengths = tuple(_natural("lengths", length) for length in given.lengths.split(","))
+    batch, heads, key_value_heads, head_width = (
+        _natural(name, getattr(given, name)) for name in ("batch", "heads", "key_value_heads", "head_width")
+    )
+    if heads % key_value_heads:
+        raise ConfigError(f"heads = {heads} with key_value_heads = {key_value_heads}", allowed="a divisor of heads")
+    shape = AttentionShape(batch, heads, key_value_heads, head_width, not given.full)
+    parallel = ParallelConfig(_natural("sequence", given.sequence), 1, given.device)
+    config = BenchConfig(
+        given.what,
+        lengths,
+        parallel.sequence,
+        _natural("repeats", given.repeats),
+        given.preset,
+        batch,
+        shape,
+        _attention(given),
+        given.device,
+        given.json,
+    )
+    return Job(partial(bench, config=config), Config(parallel=parallel), f"bench {given}")
+
+
+def _add_attention(made: ArgumentParser) -> None:
+    for name in ("gather", "kernel", "layout"):
+        kind = get_type_hints(AttentionConfig)[name]
+        made.add_argument(f"--{name}", choices=get_args(kind), default=getattr(AttentionConfig, name), help=_AS_TRAIN)
+    made.add_argument("--chunks", type=int, default=1, help=_AS_TRAIN)
+    made.add_argument("--regather", action="store_true", help="gather again in backward: attention.keep false")
+
+
+def _attention(given: Namespace) -> AttentionConfig:
+    return AttentionConfig(
+        given.gather, given.kernel, not given.regather, _natural("chunks", given.chunks), given.layout
+    )
+
+
+def _natural(name: str, value: object) -> int:
+    if not str(value).strip().isdigit() or int(str(value)) < 1:
+        raise ConfigError(f"{name} = {value}", allowed="a number of at least 1")
+    return int(str(value))
 
 
 _READERS: dict[str, Callable[[Sequence[str]], Job]] = {
     "train": _read_train,
     "eval": _read_eval,
     "verify": _read_verify,
+    "bench": _read_bench,
 }
 
 

@@ -131,7 +131,7 @@ class Axis:
             handle = call(result, given, group=self.group, async_op=True)
 
         def wait(tensors: tuple[Tensor, Tensor] = (result, given)) -> None:
-            with _named(self._described(operation, layer, phase)):
+            with _named(self._described(operation, layer, phase)), self.ledger.waiting():
                 handle.wait()
 
         return wait
@@ -141,7 +141,7 @@ class Axis:
 
     @contextmanager
     def _counted(self, operation: str, layer: str, phase: str, num_bytes: int) -> Iterator[None]:
-        with _named(self._described(operation, layer, phase)):
+        with _named(self._described(operation, layer, phase)), self.ledger.waiting():
             yield
         self.ledger.record(Entry(self.name, operation, phase, layer), num_bytes)
 

@@ -56,7 +56,7 @@ def launch(entry: Callable[..., int], num_ranks: int, *args: Any) -> int:
 
 def _start(entry: Callable[..., int], num_ranks: int, store: str, args: tuple[Any, ...]) -> list[ForkServerProcess]:
     context = multiprocessing.get_context("forkserver")  # torch is imported once, and no thread is ever forked
-    context.set_forkserver_preload(["lss", entry.__module__])
+    context.set_forkserver_preload(["lss", "torch._dynamo", entry.__module__])
     num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
     ranks = []
     for rank in range(num_ranks):

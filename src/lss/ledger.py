@@ -6,7 +6,10 @@ an all-gather or a reduce-scatter, 2 (N - 1) / N of the tensor for an all-reduce
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +34,18 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """Count and bytes of every collective of this rank."""
+    """Count and bytes of every collective of this rank.
+
+    Args:
+        counts: Of each entry.
+        bytes: Sent, of each entry.
+        waited: Seconds in which this rank did nothing but start or await collectives. On a GPU the host goes on, and
+            they say little.
+    """
 
     counts: Counter[Entry] = field(default_factory=Counter)
     bytes: Counter[Entry] = field(default_factory=Counter)
+    waited: float = 0.0
 
     def record(self, entry: Entry, num_bytes: int) -> None:
         """Count one collective."""
@@ -45,6 +56,14 @@ class Ledger:
         """Forget everything, as at the start of a step."""
         self.counts.clear()
         self.bytes.clear()
+        self.waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds of what is done in it."""
+        started = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - started
 
     def total(self, **where: str) -> tuple[int, int]:
         """Count and bytes of the entries whose fields equal `where`: `total(axis="sequence", phase="forward")`."""

@@ -76,7 +76,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lss.testing", "lss"])
+        context.set_forkserver_preload(["lss.testing", "torch._dynamo"])
         while len(self._workers) < self.size:
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,), daemon=True)

@@ -12,7 +12,7 @@ LENGTH, NUM_SEQUENCES, WIDTH, LAYERS, NUM_RANKS = 512, 2, 128, 4, 4
 GATHERED = LENGTH * NUM_SEQUENCES * WIDTH * 4 * LAYERS  # bytes of one tensor [L, B, E] in each layer
 
 
-def activations(sequence: int, gather: str) -> tuple[int, int]:
+def activations(sequence: int, gather: str, keep: bool = True, chunks: int = 1) -> tuple[int, int]:
     """Bytes at the end of forward, and at the peak of the step, without parameters and gradients."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(WIDTH, LAYERS, 4, max_length=LENGTH))
@@ -21,7 +21,7 @@ def activations(sequence: int, gather: str) -> tuple[int, int]:
     if gather == "serial":
         return _tracked(model, lambda: model(batch["tokens"]), batch["labels"])
     mesh = lss.init_mesh(sequence, device="cpu")
-    model = lss.parallelize(model, mesh, gather=gather)
+    model = lss.parallelize(model, mesh, gather=gather, keep=keep, chunks=chunks)
     part = lss.shard(batch, mesh, shift_labels=0)
     return _tracked(model, lambda: model(part["tokens"], segment=part["segment"]), part["labels"])
 
@@ -52,6 +52,18 @@ def test_activations_are_divided(ranks, gather, gathered):
         for mine, whole in zip(rank, serial, strict=True):
             assert gathered < whole  # so that the bound means something
             assert mine <= whole / NUM_RANKS + gathered
+
+
+ONE_LAYER = LENGTH * NUM_SEQUENCES * 2 * WIDTH * 4  # bytes of the gathered keys and values of one layer
+
+
+@pytest.mark.parametrize("gather", ["kv", "separate"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_gathering_again_leaves_one_layer(ranks, gather, chunks):
+    (serial,) = ranks.run(activations, 1, 1, "serial")
+    for now, peak in ranks.run(activations, NUM_RANKS, NUM_RANKS, gather, False, chunks):
+        assert now <= 1.15 * serial[0] / NUM_RANKS
+        assert peak <= 1.15 * serial[1] / NUM_RANKS + ONE_LAYER / chunks * (2 if chunks > 1 else 1)
 
 
 def optimizer_bytes(sequence: int) -> tuple[int, int, int]:

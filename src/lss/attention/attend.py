@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lss.attention.blocks import Gradients, Output, Work, wide_zeros
+from lss.attention.kernels import Needs
 from lss.attention.plan import Chunk, Plan, Run
 from lss.attention.sources import Source
 from lss.collectives import Axis
@@ -30,6 +31,7 @@ class Call:
         axis: The sequence axis.
         name: Of the layer, for the ledger.
         keep: Whether what was gathered is kept for backward; else it is gathered again.
+        needs: What the kernel was chosen for.
     """
 
     work: Work
@@ -39,6 +41,7 @@ class Call:
     axis: Axis
     name: str
     keep: bool
+    needs: Needs
 
     def slots(self, chunk: Chunk, device: torch.device) -> Tensor:
         """Slots in rank order, of all segments, that a chunk brings: int64 [N * (stop - start)]."""

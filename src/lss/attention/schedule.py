@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lss.attention.attend import Call
 from lss.attention.blocks import Work
-from lss.attention.kernels import Kernel, KernelName, Needs, choose
+from lss.attention.kernels import Kernel, KernelName, Needs, choose, why
 from lss.attention.plan import Limits, Plan, plan
 from lss.attention.sources import GATHERS, Gather, Source
 from lss.bias import Bias
@@ -114,17 +114,19 @@ def prepare(
 
     kernel = choose(schedule.kernel, needs)
     if planned(kernel).has_partial:
-        kernel = choose(schedule.kernel, replace(needs, masks=True))
-    return Call(replace(work, kernel=kernel), planned(kernel), source, scene.keys, axis, name, schedule.keeps)
+        needs = replace(needs, masks=True)
+        kernel = choose(schedule.kernel, needs)
+    work = replace(work, kernel=kernel)
+    return Call(work, planned(kernel), source, scene.keys, axis, name, schedule.keeps, needs)
 
 
 def describe(call: Call) -> str:
     """What was chosen, in a line."""
-    number = len(call.plan.blocks)
+    kernel, number = why(call.work.kernel, call.needs), len(call.plan.blocks)
     if call.axis.size == 1:
-        return f"kernel {call.work.kernel.name}, {number} blocks"
+        return f"kernel {kernel}, {number} blocks"
     kept = "kept" if call.keep else f"gathered again in backward, in {len(call.plan.chunks)} chunks"
-    return f"kernel {call.work.kernel.name}, {number} blocks on this rank, gather {call.source.name}, {kept}"
+    return f"kernel {kernel}, {number} blocks on this rank, gather {call.source.name}, {kept}"
 
 
 def fewest_seconds(x: Tensor, key: Tensor, value: Tensor, num_ranks: int) -> Gather:
