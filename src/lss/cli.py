@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
 
 import torch.distributed as dist
 from rich.progress import Progress
 
 import lss
-from lss.bench import BenchConfig, bench
-from lss.bench.jobs import AttentionShape
+from lss.bench.command import read_bench
 from lss.collectives import agree, agree_equal
-from lss.config import AttentionConfig, Config, ParallelConfig
+from lss.command import Job
 from lss.data import default_cache_folder, enwik8
 from lss.errors import ConfigError, LssError
-from lss.flags import parse, parser
 from lss.launch import launch
 from lss.mesh import World, check_degrees, detect_world, init_world
-from lss.models import PRESETS
-from lss.train import evaluate_run, train
-from lss.train.folder import RunFolder
-from lss.verification.command import verify_target
-from lss.verification.target import Target
+from lss.train.command import read_eval, read_train
+from lss.verification.command import read_verify
 
 _USAGE = """\
 usage: lss COMMAND ...
@@ -40,15 +33,6 @@ usage: lss COMMAND ...
   lss data enwik8 [--from FILE]                   fetch and check a data set
 
 lss COMMAND --help tells more."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every rank runs, and the configuration that says how many there are."""
-
-    run: Callable[[World], None]
-    config: Config
-    words: str  # what must be the same on every rank, beside the configuration
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,124 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _read_train(arguments: Sequence[str]) -> Job:
-    config, _ = parse(parser("train [CONFIG.toml]"), arguments)
-    return Job(partial(train, config=config), config, f"train into {config.run.folder!r}")
-
-
-def _read_eval(arguments: Sequence[str]) -> Job:
-    made = parser("eval RUN")
-    made.add_argument("--split", type=Literal["train", "validation", "test"], default="test", help="part of the data")
-    made.add_argument("--sequences", type=int, default=0, help="sequences, evenly spaced; 0 takes the whole split")
-    if {"--help", "-h"} & set(arguments):
-        made.parse_args(["--help"])
-    if not arguments or arguments[0].startswith("-"):
-        raise ConfigError("no run was given", allowed="lss eval RUN, the folder of a run, and then flags")
-    folder = RunFolder(Path(arguments[0]))
-    config, parsed = parse(made, [str(folder.config_file()), *arguments[1:]], _EVAL_KEYS)
-    if parsed.sequences < 0:
-        raise ConfigError(f"sequences = {parsed.sequences}", allowed="0 or more")
-    job = partial(evaluate_run, folder=folder, config=config, part=parsed.split, limit=parsed.sequences)
-    return Job(job, config, f"eval {arguments[0]} {parsed.split} {parsed.sequences}")
-
-
-# What an evaluation can take from flags; the model, its weights and their precision are the run's.
-_EVAL_KEYS = ("data.", "parallel.", "attention.", "train.batch")
-
-
-_AS_TRAIN = "as attention.%(dest)s of lss train (default %(default)s)"
-
-
-def _read_verify(arguments: Sequence[str]) -> Job:
-    made = ArgumentParser(prog="lss verify", description="Prove that a run over ranks equals the serial one.")
-    made.add_argument("target", help="a preset, a .toml file, or module:function, which returns a model and a batch")
-    made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
-    made.add_argument("--data", type=int, default=1, help="data groups (default 1)")
-    _add_attention(made)
-    made.add_argument("--length", type=int, default=0, help="tokens of a sequence, for presets and .toml files")
-    made.add_argument("--sequences", type=int, default=1, help="sequences a data group, for presets and .toml files")
-    made.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
-    made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where to run (default cpu)")
-    made.add_argument("--json", default="", help="a file for the report")
-    given = made.parse_args(list(arguments))
-    for name in ("sequences", "steps"):
-        if getattr(given, name) < 1:
-            raise ConfigError(f"{name} = {getattr(given, name)}", allowed="at least 1")
-    if given.length < 0:
-        raise ConfigError(f"length = {given.length}", allowed="at least 1, or 0 for the default")
-    check_degrees(given.sequence, given.data)
-    target = Target(given.target, given.length, given.sequences * given.data)
-    parallel = ParallelConfig(given.sequence, given.data, given.device)
-    run = partial(
-        verify_target, target=target, parallel=parallel, attention=_attention(given), steps=given.steps, file=given.json
-    )
-    return Job(run, Config(parallel=parallel), f"verify {given}")
-
-
-def _read_bench(arguments: Sequence[str]) -> Job:
-    made = ArgumentParser(prog="lss bench", description="Forward and backward, serially and over ranks, in turn.")
-    made.add_argument("what", choices=["attention", "step"], help="one call of attention, or a training step")
-    made.add_argument("--lengths", default="1024,2048", help="tokens of a sequence (default 1024,2048)")
-    made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
-    made.add_argument("--repeats", type=int, default=5, help="runs of each, after one to warm up (default 5)")
-    made.add_argument("--preset", choices=list(PRESETS), default="gpt-20m", help="whose step (default gpt-20m)")
-    made.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
-    made.add_argument("--heads", type=int, default=8, help="of attention (default 8)")
-    made.add_argument("--key-value-heads", type=int, default=8, help="of attention (default 8)")
-    made.add_argument("--head-width", type=int, default=64, help="of attention (default 64)")
-    made.add_argument("--full", action="store_true", help="attention without a causal mask")
-    made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto", help="where to run (default auto)")
-    made.add_argument("--json", default="", help="a file for the rows")
-    _add_attention(made)
-    given = made.parse_args(list(arguments))
-    lengths = tuple(_natural("lengths", length) for length in given.lengths.split(","))
-    batch, heads, key_value_heads, head_width = (
-        _natural(name, getattr(given, name)) for name in ("batch", "heads", "key_value_heads", "head_width")
-    )
-    if heads % key_value_heads:
-        raise ConfigError(f"heads = {heads} with key_value_heads = {key_value_heads}", allowed="a divisor of heads")
-    shape = AttentionShape(batch, heads, key_value_heads, head_width, not given.full)
-    parallel = ParallelConfig(_natural("sequence", given.sequence), 1, given.device)
-    config = BenchConfig(
-        given.what,
-        lengths,
-        parallel.sequence,
-        _natural("repeats", given.repeats),
-        given.preset,
-        batch,
-        shape,
-        _attention(given),
-        given.device,
-        given.json,
-    )
-    return Job(partial(bench, config=config), Config(parallel=parallel), f"bench {given}")
-
-
-def _add_attention(made: ArgumentParser) -> None:
-    for name in ("gather", "kernel", "layout"):
-        kind = get_type_hints(AttentionConfig)[name]
-        made.add_argument(f"--{name}", choices=get_args(kind), default=getattr(AttentionConfig, name), help=_AS_TRAIN)
-    made.add_argument("--chunks", type=int, default=1, help=_AS_TRAIN)
-    made.add_argument("--regather", action="store_true", help="gather again in backward: attention.keep false")
-
-
-def _attention(given: Namespace) -> AttentionConfig:
-    return AttentionConfig(
-        given.gather, given.kernel, not given.regather, _natural("chunks", given.chunks), given.layout
-    )
-
-
-def _natural(name: str, value: object) -> int:
-    if not str(value).strip().isdigit() or int(str(value)) < 1:
-        raise ConfigError(f"{name} = {value}", allowed="a number of at least 1")
-    return int(str(value))
-
-
 _READERS: dict[str, Callable[[Sequence[str]], Job]] = {
-    "train": _read_train,
-    "eval": _read_eval,
-    "verify": _read_verify,
-    "bench": _read_bench,
+    "train": read_train,
+    "eval": read_eval,
+    "verify": read_verify,
+    "bench": read_bench,
 }
 
 

@@ -1,11 +1,16 @@
-"""`lss bench` on one rank: strategies in turn, so that a machine that slows down slows all of them."""
+"""`lss bench`: its flags, and what one rank does.
+
+Strategies take turns, so that a machine that slows down slows all of them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,10 +21,11 @@ from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss.bench import jobs, measure
-from lss.bench.jobs import AttentionShape, Job
+from lss.bench.jobs import AttentionShape, Measured
 from lss.collectives import Axis, agree
-from lss.config import AttentionConfig
-from lss.errors import RunError
+from lss.command import Job, add_attention, attention_of, natural
+from lss.config import AttentionConfig, Config, ParallelConfig
+from lss.errors import ConfigError, RunError
 from lss.ledger import Ledger
 from lss.mesh import World, init_mesh
 from lss.models import PRESETS
@@ -32,7 +38,7 @@ class BenchConfig:
     Args:
         what: `attention` or `step`.
         lengths: Tokens of a sequence.
-        sequence: Ranks that hold one sequence together.
+        sequence: Job that hold one sequence together.
         repeats: Runs of each strategy, in turn.
         preset: Whose step is measured.
         batch: Sequences.
@@ -52,6 +58,46 @@ class BenchConfig:
     options: AttentionConfig
     device: str
     json: str
+
+
+def read_bench(arguments: Sequence[str]) -> Job:
+    """The job that flags of `lss bench` ask for."""
+    made = ArgumentParser(prog="lss bench", description="Forward and backward, serially and over ranks, in turn.")
+    made.add_argument("what", choices=["attention", "step"], help="one call of attention, or a training step")
+    made.add_argument("--lengths", default="1024,2048", help="tokens of a sequence (default 1024,2048)")
+    made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
+    made.add_argument("--repeats", type=int, default=5, help="runs of each, after one to warm up (default 5)")
+    made.add_argument("--preset", choices=list(PRESETS), default="gpt-20m", help="whose step (default gpt-20m)")
+    made.add_argument("--batch", type=int, default=1, help="sequences (default 1)")
+    made.add_argument("--heads", type=int, default=8, help="of attention (default 8)")
+    made.add_argument("--key-value-heads", type=int, default=8, help="of attention (default 8)")
+    made.add_argument("--head-width", type=int, default=64, help="of attention (default 64)")
+    made.add_argument("--full", action="store_true", help="attention without a causal mask")
+    made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto", help="where to run (default auto)")
+    made.add_argument("--json", default="", help="a file for the rows")
+    add_attention(made)
+    given = made.parse_args(list(arguments))
+    lengths = tuple(natural("lengths", length) for length in given.lengths.split(","))
+    batch, heads, key_value_heads, head_width = (
+        natural(name, getattr(given, name)) for name in ("batch", "heads", "key_value_heads", "head_width")
+    )
+    if heads % key_value_heads:
+        raise ConfigError(f"heads = {heads} with key_value_heads = {key_value_heads}", allowed="a divisor of heads")
+    shape = AttentionShape(batch, heads, key_value_heads, head_width, not given.full)
+    parallel = ParallelConfig(natural("sequence", given.sequence), 1, given.device)
+    config = BenchConfig(
+        given.what,
+        lengths,
+        parallel.sequence,
+        natural("repeats", given.repeats),
+        given.preset,
+        batch,
+        shape,
+        attention_of(given),
+        given.device,
+        given.json,
+    )
+    return Job(partial(bench, config=config), Config(parallel=parallel), f"bench {given}")
 
 
 def bench(world: World, config: BenchConfig) -> None:
@@ -106,13 +152,13 @@ def _measured(config: BenchConfig, length: int, mesh: DeviceMesh, axis: Axis) ->
         }
 
 
-def _serial(config: BenchConfig, length: int, device: torch.device) -> Job:
+def _serial(config: BenchConfig, length: int, device: torch.device) -> Measured:
     if config.what == "attention":
         return jobs.serial_attention(config.shape, length, device)
     return jobs.serial_step(PRESETS[config.preset], config.batch, length, device)
 
 
-def _lss(config: BenchConfig, length: int, mesh: DeviceMesh) -> Job:
+def _lss(config: BenchConfig, length: int, mesh: DeviceMesh) -> Measured:
     if config.what == "attention":
         return jobs.lss_attention(config.shape, length, mesh, config.options)
     return jobs.lss_step(PRESETS[config.preset], config.batch, length, mesh, config.options)

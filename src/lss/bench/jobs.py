@@ -24,7 +24,7 @@ from lss.parallelize import parallelize
 
 
 @dataclass(frozen=True)
-class Job:
+class Measured:
     """One thing to time.
 
     Args:
@@ -50,7 +50,7 @@ class AttentionShape:
     dtype: torch.dtype = torch.float32
 
 
-def serial_attention(shape: AttentionShape, length: int, device: torch.device) -> Job:
+def serial_attention(shape: AttentionShape, length: int, device: torch.device) -> Measured:
     """`scaled_dot_product_attention` of whole sequences."""
     query, key, value = _tensors(shape, length, device)
     gradient = torch.ones_like(query)
@@ -59,10 +59,10 @@ def serial_attention(shape: AttentionShape, length: int, device: torch.device) -
         output = F.scaled_dot_product_attention(query, key, value, is_causal=shape.causal, enable_gqa=True)
         output.backward(gradient)
 
-    return Job(run, Ledger())
+    return Measured(run, Ledger())
 
 
-def lss_attention(shape: AttentionShape, length: int, mesh: DeviceMesh, options: AttentionConfig) -> Job:
+def lss_attention(shape: AttentionShape, length: int, mesh: DeviceMesh, options: AttentionConfig) -> Measured:
     """`lss.attention` of this rank's segment."""
     rank, size = mesh.get_local_rank("sequence"), mesh["sequence"].size()
     layout, ledger = Layout.named(options.layout, length, size), Ledger()
@@ -78,20 +78,20 @@ def lss_attention(shape: AttentionShape, length: int, mesh: DeviceMesh, options:
         output = attention(query, key, value, mask=mask, mesh=mesh, layout=layout, ledger=ledger, **how)
         output.backward(gradient)
 
-    return Job(run, ledger)
+    return Measured(run, ledger)
 
 
-def serial_step(shape: GPTConfig, batch: int, length: int, device: torch.device) -> Job:
+def serial_step(shape: GPTConfig, batch: int, length: int, device: torch.device) -> Measured:
     """Forward and backward of the plain model."""
     model, tokens = _model(shape, length, device), _tokens(shape, batch, length, device)
 
     def run() -> None:
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
 
-    return Job(run, Ledger(), model)
+    return Measured(run, Ledger(), model)
 
 
-def lss_step(shape: GPTConfig, batch: int, length: int, mesh: DeviceMesh, options: AttentionConfig) -> Job:
+def lss_step(shape: GPTConfig, batch: int, length: int, mesh: DeviceMesh, options: AttentionConfig) -> Measured:
     """Forward, backward and averaging of the parallelized model."""
     device = torch.device(mesh.device_type)
     model = parallelize(_model(shape, length, device), mesh, **asdict(options))
@@ -104,7 +104,7 @@ def lss_step(shape: GPTConfig, batch: int, length: int, mesh: DeviceMesh, option
         token_mean_cross_entropy(logits, part["labels"], count).backward()
         average_gradients(model)
 
-    return Job(run, context_of(model).ledger, model)
+    return Measured(run, context_of(model).ledger, model)
 
 
 def _model(shape: GPTConfig, length: int, device: torch.device) -> GPT:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lss.bench.jobs import Job
+from lss.bench.jobs import Measured
 
 _MATRIX = 2048  # rows and columns of the matrix product that says what the machine can do
 
@@ -25,7 +25,7 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def operations(job: Job) -> int:
+def operations(job: Measured) -> int:
     """Floating-point operations of a call, by torch's formulas for its operators."""
     counter = _Operations()
     with counter:
@@ -56,7 +56,7 @@ class _Operations(TorchDispatchMode):
         return result
 
 
-def peak_bytes(job: Job) -> int:
+def peak_bytes(job: Measured) -> int:
     """Largest number of bytes of tensors that were alive in a call, parameters and gradients among them."""
     # brings the compiler, which every command would import at its start
     from torch.distributed._tools.mem_tracker import MemTracker  # noqa: PLC0415

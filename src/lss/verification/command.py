@@ -1,20 +1,56 @@
-"""`lss verify` on one rank."""
+"""`lss verify`: its flags, and what one rank does."""
 
 from __future__ import annotations
 
 import json
 import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from lss.collectives import agree
-from lss.config import AttentionConfig, ParallelConfig
-from lss.errors import DifferentError, RunError
-from lss.mesh import World, init_mesh
+from lss.command import Job, add_attention, attention_of
+from lss.config import AttentionConfig, Config, ParallelConfig
+from lss.errors import ConfigError, DifferentError, RunError
+from lss.mesh import World, check_degrees, init_mesh
 from lss.verification.compare import Report
 from lss.verification.target import Target
 from lss.verification.verify import verify
+
+
+def read_verify(arguments: Sequence[str]) -> Job:
+    """The job that flags of `lss verify` ask for."""
+    made = ArgumentParser(prog="lss verify", description="Prove that a run over ranks equals the serial one.")
+    made.add_argument("target", help="a preset, a .toml file, or module:function, which returns a model and a batch")
+    made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
+    made.add_argument("--data", type=int, default=1, help="data groups (default 1)")
+    add_attention(made)
+    made.add_argument("--length", type=int, default=0, help="tokens of a sequence, for presets and .toml files")
+    made.add_argument("--sequences", type=int, default=1, help="sequences a data group, for presets and .toml files")
+    made.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
+    made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where to run (default cpu)")
+    made.add_argument("--json", default="", help="a file for the report")
+    given = made.parse_args(list(arguments))
+    for name in ("sequences", "steps"):
+        if getattr(given, name) < 1:
+            raise ConfigError(f"{name} = {getattr(given, name)}", allowed="at least 1")
+    if given.length < 0:
+        raise ConfigError(f"length = {given.length}", allowed="at least 1, or 0 for the default")
+    check_degrees(given.sequence, given.data)
+    target = Target(given.target, given.length, given.sequences * given.data)
+    parallel = ParallelConfig(given.sequence, given.data, given.device)
+    run = partial(
+        verify_target,
+        target=target,
+        parallel=parallel,
+        attention=attention_of(given),
+        steps=given.steps,
+        file=given.json,
+    )
+    return Job(run, Config(parallel=parallel), f"verify {given}")
 
 
 def verify_target(

@@ -1,0 +1,51 @@
+"""What a command hands to its ranks, and the flags that several commands take."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args, get_type_hints
+
+from lss.config import AttentionConfig, Config
+from lss.errors import ConfigError
+from lss.mesh import World
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank runs, and the configuration that says how many there are."""
+
+    run: Callable[[World], None]
+    config: Config
+    words: str  # what must be the same on every rank, beside the configuration
+
+
+_AS_TRAIN = "as attention.%(dest)s of lss train (default %(default)s)"
+
+
+def add_attention(made: ArgumentParser) -> None:
+    """Add the flags of `attention_of`."""
+    for name in ("gather", "kernel", "layout"):
+        kind = get_type_hints(AttentionConfig)[name]
+        made.add_argument(f"--{name}", choices=get_args(kind), default=getattr(AttentionConfig, name), help=_AS_TRAIN)
+    made.add_argument("--chunks", type=int, default=1, help=_AS_TRAIN)
+    made.add_argument("--regather", action="store_true", help="gather again in backward: attention.keep false")
+
+
+def attention_of(given: Namespace) -> AttentionConfig:
+    """How attention is computed, from flags."""
+    return AttentionConfig(
+        given.gather, given.kernel, not given.regather, natural("chunks", given.chunks), given.layout
+    )
+
+
+def natural(name: str, value: object) -> int:
+    """A number of at least 1.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not str(value).strip().isdigit() or int(str(value)) < 1:
+        raise ConfigError(f"{name} = {value}", allowed="a number of at least 1")
+    return int(str(value))
