@@ -1,5 +1,6 @@
 """`lss train`, `lss eval` and `lss data`, over real processes."""
 
+import json
 import tomllib
 
 import pytest
@@ -183,3 +184,20 @@ def test_help_and_version():
     assert "--data.source" in run(*LSS, "train", "--help").stdout
     assert "--split" in run(*LSS, "eval", "--help").stdout
     assert run(*LSS, "--version").stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "flags", [["attention", "--lengths", "40,41"], ["step", "--preset", "gpt-tiny", "--gather", "x", "--chunks", "2"]]
+)
+def test_bench_writes_a_row_a_strategy_and_length(tmp_path, flags):
+    lengths = [] if "--lengths" in flags else ["--lengths", "33,34"]
+    done = run(*LSS, "bench", *flags, *lengths, "--repeats", "1", "--json", tmp_path / "rows.json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["strategy"] for row in rows] == ["serial", "lss"] * 2
+    assert [row["sequence"] for row in rows] == [1, 2] * 2
+    for row in rows:
+        assert 0 < row["seconds_min"] <= row["seconds_median"]
+        assert row["peak_bytes"] > 0
+        assert row["flops_per_second"] > 0
+    assert all(row["exposed_communication_seconds"] > 0 for row in rows if row["strategy"] == "lss")

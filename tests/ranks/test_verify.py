@@ -1,6 +1,7 @@
 """`verify` passes what is right and catches every seeded fault."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from torch import nn
 
 import lss
 from lss.config import AttentionConfig
-from lss.errors import LayoutError
+from lss.errors import ConfigError, LayoutError
 from lss.models import GPT, GPTConfig
 from lss.verification import Report
+from lss.verification.target import Target
 from tests.commands import LSS, run
 from tests.seeded_faults import FAULTS, nothing
 
@@ -202,16 +204,28 @@ def test_the_command_on_a_users_function(tmp_path, monkeypatch):
     done = run(*LSS, "verify", "mine:rotary")
     assert done.returncode == 4
     assert "first module whose output differs: Mixed" in done.stdout
-    for target_name, part in {
+    done = run(*LSS, "verify", "mine:badly_named")
+    assert done.returncode == 2
+    assert "the plain model cannot be run on the batch: TypeError" in done.stderr
+    assert done.stderr.count("lss:") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    {
         "mine:boom": "failed: ArithmeticError: no",
-        "mine:badly_named": "the plain model cannot be run on the batch: TypeError",
         ":f": "cannot be imported",
         "mine:nonsense": "returned a int",
         "mine:missing": "cannot be imported",
         "nowhere:f": "cannot be imported",
         "gpt-huge": "gpt-20m",
-    }.items():
-        done = run(*LSS, "verify", target_name)
-        assert done.returncode == 2
-        assert part in done.stderr
-        assert done.stderr.count("lss:") == 1
+    }.items(),
+)
+def test_targets_that_are_none_are_refused(tmp_path, monkeypatch, name, part):
+    (tmp_path / "mine.py").write_text(USER_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    with pytest.raises(ConfigError) as raised:
+        Target(name, 0, 1).load()
+    assert part in str(raised.value)
