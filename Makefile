@@ -15,7 +15,7 @@ test: .venv/for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 format: .venv/for-tests
 	$(BIN)/ruff check --fix .

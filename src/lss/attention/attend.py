@@ -76,7 +76,14 @@ class Call:
         return [self.axis.start_all_gather(part, layer=self.name, phase=phase) for part in parts]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor | None = None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    sinks: Tensor | None = None,
+    inputs: tuple[Tensor, ...] = (),
+) -> Tensor:
     """What `scaled_dot_product_attention` of the whole sequence gives at this segment's queries.
 
     Args:
@@ -85,21 +92,29 @@ def attend(query: Tensor, key: Tensor, value: Tensor, call: Call, sinks: Tensor 
         value: [B, K, S, D].
         call: Who sees what, what is gathered, and how it is computed.
         sinks: [H], a score a head that every query sees besides, without a value.
+        inputs: What else the source gathers, or makes keys and values with: the layer's input and its parameters.
 
     Returns:
         [B, H, S, D], in the dtype of `query`; zeros for queries that see no key.
     """
-    output: Tensor = _Attend.apply(  # type: ignore[no-untyped-call]
-        call, query, key, value, sinks, *call.source.inputs, *call.work.learned
-    )
+    given = (query, key, value, sinks, *inputs, *call.work.learned)
+    output: Tensor = _Attend.apply(call, len(inputs), *given)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: Call, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *inputs: Tensor
+        ctx: Any,
+        call: Call,
+        num_inputs: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        *learned: Tensor,
     ) -> Tensor:
+        inputs = learned[:num_inputs]
         arriving = call.arriving(_messages(call, key, value, inputs), "forward")
         output = Output(query, value.size(-1))
         output.add(call.work, call.plan.own, query, key, value)
@@ -114,7 +129,7 @@ class _Attend(torch.autograd.Function):
         values = output.values.to(query.dtype)
         own = (None, None) if kept and call.source.gathers_key_value else (key, value)  # what is gathered holds them
         ctx.save_for_backward(query, *own, sinks, values, output.log_sum_exp, *inputs, *kept)
-        ctx.call, ctx.num_inputs = call, len(inputs)
+        ctx.call, ctx.num_inputs = call, num_inputs
         kind = query.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         return values
@@ -129,7 +144,7 @@ class _Attend(torch.autograd.Function):
             key, value = call.own_key_value(kept)
         back = Gradients(call.work, query, output, log_sum_exp, gradients[0])
         of_key, of_value = wide_zeros(key), wide_zeros(value)
-        returned = _Returned(call, [None] * len(call.source.inputs))
+        returned = _Returned(call, [None] * ctx.num_inputs)
         if call.keep:
             returned.add_all(_kept(call, kept), back, ctx.autocast)
             back.add(call.plan.own, key, value, of_key, of_value)  # while the last gradients are on their way
@@ -140,7 +155,7 @@ class _Attend(torch.autograd.Function):
         of_inputs = returned.finish(of_key, of_value)
         of_sinks = None if sinks is None else back.of_sinks(sinks)
         found = zip((back.of_query, of_key, of_value), (query, key, value), strict=True)
-        return None, *(total.to(tensor.dtype) for total, tensor in found), of_sinks, *of_inputs, *back.of_bias
+        return None, None, *(total.to(tensor.dtype) for total, tensor in found), of_sinks, *of_inputs, *back.of_bias
 
 
 class _Returned:

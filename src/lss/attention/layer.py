@@ -93,7 +93,7 @@ class DistributedAttention:
         query = self.layer.project_query(x, positions)
         key, value = self.layer.project_key_value(x, positions)
         self._check_widths(query, key, value)
-        source = self._source(x, key, value)
+        source, inputs = self._source(x, key, value)
         dropout = self.dropout if self.layer.training else None
         if dropout:
             dropout.enter()
@@ -103,7 +103,7 @@ class DistributedAttention:
         call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name, context.plans)
         if self.name not in context.choices:
             context.choices[self.name] = describe(call)
-        return self.layer.project_output(attend(*tensors, call, getattr(self.layer, "sinks", None)))
+        return self.layer.project_output(attend(*tensors, call, getattr(self.layer, "sinks", None), inputs))
 
     def _only_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The first argument of the layer's own forward; a mask or anything else that is given is refused."""
@@ -131,17 +131,18 @@ class DistributedAttention:
             return mask
         return Documents(documents) if mask == Full() else mask & Documents(documents)
 
-    def _source(self, x: Tensor, key: Tensor, value: Tensor) -> Source:
+    def _source(self, x: Tensor, key: Tensor, value: Tensor) -> tuple[Source, tuple[Tensor, ...]]:
+        """What is gathered, and the inputs that it needs besides keys and values."""
         gather: Gather = self.schedule.gather
         num_ranks = self.context.sequence.size
         if gather == "auto":
             gather = fewest_seconds(x, key, value, num_ranks)
         if gather != "x" or num_ranks == 1:
-            return KeyValue(separate=gather == "separate" or key.size(-1) != value.size(-1))
+            return KeyValue(separate=gather == "separate" or key.size(-1) != value.size(-1)), ()
         layer = cast(nn.Module, self.layer)
         parameters = tuple(weight for weight in layer.parameters() if weight.requires_grad)
         project = partial(_project, self.layer, self.context.all_positions(x.device))
-        return Input(x.to(autocast_dtype(x)), parameters, project)
+        return Input(parameters, project), (x.to(autocast_dtype(x)), *parameters)
 
 
 def _project(layer: AttentionLayer, positions: Tensor, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,12 +31,8 @@ class Source(Protocol):
     def gathers_key_value(self) -> bool:
         """Whether what is gathered are keys and values, this rank's among them."""
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """Tensors of this rank, besides its keys and values, that get a gradient."""
-
     def messages(self, key: Tensor, value: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """What this rank sends: each [S, B, ...]."""
+        """What this rank sends, of its keys and values or of the further inputs of `attend`: each [S, B, ...]."""
 
     def key_value(self, gathered: list[Tensor], slots: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         """Keys and values [B, K, T, D] of a run."""
@@ -47,11 +43,11 @@ class Source(Protocol):
         """Have `back` work out the gradients of a run, and add those of what was gathered to `sums`.
 
         Returns:
-            Gradients of `inputs` that are parameters; None for the others.
+            Gradients of inputs that are parameters; None for the others.
         """
 
     def unpack(self, gradients: list[Tensor]) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-        """Gradients of key, value and `inputs` from those of the messages; None for those that have none."""
+        """Gradients of key, value and inputs from those of the messages; None for those that have none."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +69,6 @@ class KeyValue:
     def gathers_key_value(self) -> bool:
         """They are."""
         return True
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """None: keys and values are all."""
-        return ()
 
     def messages(self, key: Tensor, value: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """[S, B, 2, K, D], or two of [S, B, K, D]."""
@@ -109,12 +100,11 @@ class Input:
     """The layer's input, of which every rank projects the keys and values that it needs; again in backward.
 
     Args:
-        x: [B, S, E], in the dtype in which it travels.
-        parameters: Of the projection, those that need a gradient.
+        parameters: Of the projection, those that need a gradient. With the layer's input they are the `inputs` of
+            `attend`.
         project: The projection.
     """
 
-    x: Tensor
     parameters: tuple[Tensor, ...]
     project: Project
 
@@ -127,11 +117,6 @@ class Input:
     def gathers_key_value(self) -> bool:
         """They come of it."""
         return False
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The layer's input and the parameters."""
-        return self.x, *self.parameters
 
     def messages(self, key: Tensor, value: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """[S, B, E]."""
