@@ -298,7 +298,7 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
     """The call is over; a dropout of an attention layer that it did not come to would have been lost in silence."""
     context.end()
     skipped = [site.name for site in inside if site.last_call != context.num_calls]
-    if model.training and context.num_trained == 1 and outputs is not None and skipped:
+    if model.training and outputs is not None and skipped:
         raise ModelError(
             f"the dropout {skipped[0]} is not used: the layer's own forward is replaced by its three projections",
             allowed="dropout of attention weights as the number `attention_dropout`, other dropout in project_output",

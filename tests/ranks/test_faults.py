@@ -180,9 +180,10 @@ def running(tmp_path, text):
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert (folder / "metrics.jsonl").exists()
     yield process
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Dropout of the serial run, written again from its rule (docs/batches.md), value by value, to compare with.
+"""Dropout of the serial run, written again from its rule, to compare with.
 
 The bits of a place are those of Philox 4x64 keyed by (seed, step, place, sequence, block of columns): row p of C
 columns takes the counters from p * ceil(C / 16) on, 16 bits a value. A value is kept where its bits, as a signed
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
@@ -38,14 +38,15 @@ class Place:
     row: int = 0
     start: int = 0
 
-    def keep(self, number: int, rate: float, row: int, position: int, columns: int, block: int = 0) -> Tensor:
-        """Factor of each value of one row: 0, or 1 / (1 - rate)."""
+    def keep(self, number: int, rate: float, row: int, length: int, columns: int, block: int = 0) -> Tensor:
+        """Factor of each value, 0 or 1 / (1 - rate), of `length` tokens from `start` on: float64 [length, columns]."""
         fields = struct.pack("<5q", 0, self.step, number, self.row + row, block)
         key = np.frombuffer(hashlib.blake2b(fields, digest_size=16).digest(), np.uint64)
         counts = math.ceil(columns / 16)
-        bits = np.random.Philox(key=key, counter=position * counts).random_raw(4 * counts).view(np.int16)[:columns]
+        stop = self.start + length
+        bits = np.random.Philox(key=key).random_raw(4 * counts * stop).view(np.int16).reshape(stop, -1)
         levels = round(rate * 2**16)
-        kept = torch.from_numpy((bits.astype(np.int64) >= levels - 2**15).astype(np.float64))
+        kept = torch.from_numpy((bits[self.start :, :columns].astype(np.int64) >= levels - 2**15).astype(np.float64))
         return kept * (2**16 / (2**16 - levels))
 
 
@@ -60,15 +61,10 @@ class SerialDropout(nn.Module):
         """[B, L, F], or [B, F]."""
         if not self.training or not self.rate:
             return values
-        rows, columns = range(values.size(0)), values.size(-1)
-        if values.dim() == 2:
-            return values * torch.stack([self._keep(row, 0, columns) for row in rows]).to(values.dtype)
-        positions = range(self.place.start, self.place.start + values.size(1))
-        keep = [torch.stack([self._keep(row, position, columns) for position in positions]) for row in rows]
-        return values * torch.stack(keep).to(values.dtype)
-
-    def _keep(self, row: int, position: int, columns: int) -> Tensor:
-        return self.place.keep(self.number, self.rate, row, position, columns)
+        place = self.place if values.dim() == 3 else replace(self.place, start=0)  # [B, F]: one row, the first
+        length = values.size(1) if values.dim() == 3 else 1
+        keep = [place.keep(self.number, self.rate, row, length, values.size(-1)) for row in range(values.size(0))]
+        return values * torch.stack(keep).view(values.shape).to(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -106,10 +102,10 @@ class SerialAttention:
         first, stop = self.place.start // _KEYS, (self.place.start + length - 1) // _KEYS + 1
         keep = torch.zeros(rows, length, (stop - first) * _KEYS, heads, dtype=weights.dtype)
         for row in range(rows):
-            for query in range(length):
-                for block in range(first, stop):
-                    drawn = self.place.keep(self.number, self.rate, row, self.place.start + query, _KEYS * heads, block)
-                    keep[row, query, (block - first) * _KEYS :][:_KEYS] = drawn.view(_KEYS, heads)
+            for block in range(first, stop):
+                drawn = self.place.keep(self.number, self.rate, row, length, _KEYS * heads, block)
+                begin = (block - first) * _KEYS
+                keep[row, :, begin : begin + _KEYS] = drawn.view(length, _KEYS, heads)
         begin = self.place.start - first * _KEYS
         return keep[:, :, begin : begin + length].permute(0, 3, 1, 2)
 

@@ -21,6 +21,8 @@ from lss.verification.setting import Setting, cross_entropy_sum
 # Steps are clipped to half of the first norm, so that a wrong norm shows in the parameters.
 CLIP_SHARE = 0.5
 LEARNING_RATE = 0.1
+# Where dropout is on: so that masks which do not depend on the step differ.
+FIRST_STEP = 3
 
 
 @dataclass
@@ -55,7 +57,7 @@ def run_plainly(
     for step in range(steps):
         optimizer.zero_grad()
         if place:
-            place.step = step
+            place.step = FIRST_STEP + step
         outputs = setting.run_plainly(model, _mover(place))
         loss = setting.loss_sum(outputs, labels) / (labels != -100).sum().clamp(min=1)
         loss.backward()
@@ -71,13 +73,14 @@ def run_plainly(
 
 
 def run_over_ranks(
-    model: nn.Module, setting: Setting, mesh: DeviceMesh | None, steps: int, max_norm: float
+    model: nn.Module, setting: Setting, mesh: DeviceMesh | None, steps: int, max_norm: float, first_step: int = 0
 ) -> tuple[Run, SequenceContext]:
     """The same through this package; over one rank alone where there is no mesh. The model is changed."""
     run = Run()
     model = parallelize(model, mesh, **asdict(setting.attention))
     context = context_of(model)
     batch, labels = sharded(setting, context, mesh)
+    context.num_trained = first_step
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
         optimizer.zero_grad()

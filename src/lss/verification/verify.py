@@ -21,7 +21,7 @@ from lss.errors import LayoutError, LssError, ModelError
 from lss.verification.compare import SMALL, Check, Report, relative_error, report, rounding_bound
 from lss.verification.precision import computing_in
 from lss.verification.reference import with_serial_dropout
-from lss.verification.runs import CLIP_SHARE, Run, evaluate_over_ranks, run_over_ranks, run_plainly
+from lss.verification.runs import CLIP_SHARE, FIRST_STEP, Run, evaluate_over_ranks, run_over_ranks, run_plainly
 from lss.verification.setting import LossSum, Setting, cross_entropy_sum, without_dropout
 from lss.verification.trace import first_differences
 
@@ -44,7 +44,7 @@ def verify(
     Every rank runs the plain model on the whole batch by itself, then all run the parallelized one together. Compared
     are the loss of every step, outputs in training and in evaluation, each parameter's gradient, the gradient norm, and
     parameters and buffers after `steps` steps of SGD with clipping, all without dropout; then, if the model has
-    dropout, losses and gradients of two steps with it: on the CPU against masks written out again for the plain model,
+    dropout, loss and gradients with it: on the CPU against masks written out again for the plain model,
     elsewhere against one rank alone. If anything differs, both are run again to name the first module that does.
 
     All is computed in float64, also what the model itself casts to float32; in float32 if the model cannot be run so.
@@ -222,10 +222,10 @@ def _compare_dropout(plain: nn.Module, setting: Setting) -> list[Check]:
     """With dropout on: the plain model with the same masks, or one rank alone, against all."""
     if setting.mesh.device_type == "cpu":
         model = copy.deepcopy(plain)
-        alone = run_plainly(model, setting, 2, math.inf, with_serial_dropout(model))
+        alone = run_plainly(model, setting, 1, math.inf, with_serial_dropout(model))
     else:
-        alone, _ = run_over_ranks(copy.deepcopy(plain), setting, None, 2, math.inf)
-    ranks, _ = run_over_ranks(copy.deepcopy(plain), setting, setting.mesh, 2, math.inf)
+        alone, _ = run_over_ranks(copy.deepcopy(plain), setting, None, 1, math.inf, FIRST_STEP)
+    ranks, _ = run_over_ranks(copy.deepcopy(plain), setting, setting.mesh, 1, math.inf, FIRST_STEP)
     bound = _bound(plain, setting)
     return [
         *_compare_losses(ranks, alone, bound, "loss, dropout"),
