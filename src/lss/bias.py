@@ -18,6 +18,11 @@ from lss.errors import MaskError
 Bias = Callable[[Tensor, Tensor], Tensor]
 
 
+def learned_of(bias: Bias | None) -> tuple[nn.Parameter, ...]:
+    """Parameters of a bias that need a gradient."""
+    return tuple(w for w in bias.parameters() if w.requires_grad) if isinstance(bias, nn.Module) else ()
+
+
 @dataclass(frozen=True, eq=False)
 class Alibi:
     """Attention with linear biases (Press et al., 2022): minus slope times distance.

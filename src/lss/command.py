@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 from lss.config import AttentionConfig, Config
-from lss.errors import ConfigError
+from lss.errors import ConfigError, RunError
 from lss.mesh import World
 
 
@@ -49,3 +51,15 @@ def natural(name: str, value: object) -> int:
     if not str(value).strip().isdigit() or int(str(value)) < 1:
         raise ConfigError(f"{name} = {value}", allowed="a number of at least 1")
     return int(str(value))
+
+
+def write_json(value: object, file: str) -> None:
+    """Write what a command has found.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    try:
+        Path(file).write_text(json.dumps(value, indent=1))
+    except OSError as error:
+        raise RunError(f"{file!r} cannot be written: {error}", remedy="name another file") from error

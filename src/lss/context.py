@@ -217,4 +217,9 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 def wide(tensor: Tensor) -> Tensor:
     """In float32, or float64 as it is: the dtype in which sums are taken."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.to(wide_dtype(tensor))
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of `wide(tensor)`."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lss.attention.kernels import Kernel, Operands
 from lss.attention.plan import Block
-from lss.bias import Bias
-from lss.context import wide
+from lss.bias import Bias, learned_of
+from lss.context import wide, wide_dtype
 from lss.dropout import Site, keep_weights
 from lss.layout import Piece
 from lss.masks import Mask, View
@@ -39,8 +39,7 @@ class Work:
     @property
     def learned(self) -> tuple[nn.Parameter, ...]:
         """Parameters of the bias that need a gradient."""
-        bias = self.bias
-        return tuple(w for w in bias.parameters() if w.requires_grad) if isinstance(bias, nn.Module) else ()
+        return learned_of(self.bias)
 
     def operands(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Operands:
         """What the kernel is given of [B, H, S, D] and [B, K, T, D]."""
@@ -74,7 +73,7 @@ class Output:
     """
 
     def __init__(self, query: Tensor, value_width: int) -> None:
-        sums = wide(query.new_empty(0)).dtype
+        sums = wide_dtype(query)
         self.values = query.new_zeros(*query.shape[:3], value_width, dtype=sums)
         self.log_sum_exp = query.new_full(query.shape[:3], -math.inf, dtype=sums)
 
@@ -152,7 +151,7 @@ class Gradients:
 
 def wide_zeros(tensor: Tensor) -> Tensor:
     """Zeros of its shape, in which gradients are summed."""
-    return torch.zeros_like(tensor, dtype=wide(tensor.new_empty(0)).dtype, memory_format=torch.contiguous_format)
+    return torch.zeros_like(tensor, dtype=wide_dtype(tensor), memory_format=torch.contiguous_format)
 
 
 def _positions(piece: Piece, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from lss.attention.blocks import Work
 from lss.attention.kernels import Kernel, KernelName, Needs, choose, why
 from lss.attention.plan import Limits, Plan, plan
 from lss.attention.sources import GATHERS, Gather, Source
-from lss.bias import Bias
+from lss.bias import Bias, learned_of
 from lss.collectives import Axis
 from lss.dropout import Site
 from lss.errors import MaskError, ModelError
@@ -102,8 +102,7 @@ def prepare(
     """
     query = tensors[0]
     _check(scene, query, name)
-    work = Work(choose("math", needs := _needs(scene, tensors)), scene.mask, scene.scale, scene.bias, scene.dropout)
-    needs = replace(needs, learns_bias=bool(work.learned))
+    needs = _needs(scene, tensors)
 
     def planned(kernel: Kernel) -> Plan:
         limits = _limits(kernel.limits, scene)
@@ -116,7 +115,7 @@ def prepare(
     if planned(kernel).has_partial:
         needs = replace(needs, masks=True)
         kernel = choose(schedule.kernel, needs)
-    work = replace(work, kernel=kernel)
+    work = Work(kernel, scene.mask, scene.scale, scene.bias, scene.dropout)
     return Call(work, planned(kernel), source, scene.keys, axis, name, schedule.keeps, needs)
 
 
@@ -152,6 +151,7 @@ def _needs(scene: Scene, tensors: tuple[Tensor, Tensor, Tensor]) -> Needs:
         query.device,
         query.dtype,
         biases=scene.bias is not None,
+        learns_bias=bool(learned_of(scene.bias)),
         drops_weights=scene.dropout is not None,
         is_grouped=query.size(1) != key.size(1),
         head_width=query.size(-1),

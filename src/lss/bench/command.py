@@ -5,13 +5,11 @@ Strategies take turns, so that a machine that slows down slows all of them.
 
 from __future__ import annotations
 
-import json
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lss.bench import jobs, measure
 from lss.bench.jobs import AttentionShape, Measured
 from lss.collectives import Axis, agree
-from lss.command import Job, add_attention, attention_of, natural
+from lss.command import Job, add_attention, attention_of, natural, write_json
 from lss.config import AttentionConfig, Config, ParallelConfig
-from lss.errors import ConfigError, RunError
+from lss.errors import ConfigError
 from lss.ledger import Ledger
 from lss.mesh import World, init_mesh
 from lss.models import PRESETS
@@ -107,7 +105,7 @@ def bench(world: World, config: BenchConfig) -> None:
     rows = [row for length in config.lengths for row in _measured(config, length, mesh, axis)]
     if world.rank == 0:
         Console().print(_table(config, rows))
-    agree(lambda: _write(rows, config.json) if config.json and world.rank == 0 else None)
+    agree(lambda: write_json(rows, config.json) if config.json and world.rank == 0 else None)
 
 
 def _measured(config: BenchConfig, length: int, mesh: DeviceMesh, axis: Axis) -> Iterator[dict[str, Any]]:
@@ -198,10 +196,3 @@ def _table(config: BenchConfig, rows: list[dict[str, Any]]) -> Table:
         "threads; wait: seconds in collectives"
     )
     return table
-
-
-def _write(rows: list[dict[str, Any]], file: str) -> None:
-    try:
-        Path(file).write_text(json.dumps(rows, indent=1))
-    except OSError as error:
-        raise RunError(f"{file!r} cannot be written: {error}", remedy="name another file") from error

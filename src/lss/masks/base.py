@@ -55,8 +55,8 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Both(Mask):
-    """Pairs of two masks at once: `one & other`."""
+class _Pair(Mask):
+    """Two masks."""
 
     one: Mask
     other: Mask
@@ -71,58 +71,42 @@ class Both(Mask):
         """Of either."""
         return _common("heads", self.one.num_heads, self.other.num_heads)
 
+    def edges(self, row: int, span: Span, *, of_keys: bool) -> list[int]:
+        """Of both."""
+        found = (part.edges(row, span, of_keys=of_keys) for part in (self.one, self.other))
+        return sorted({edge for edges in found for edge in edges})
+
+    def _joined(self, row: int, queries: Span, keys: Span, decides: View, neutral: View) -> View:
+        """One view of two, of which one decides alone and one leaves it to the other."""
+        views = {part.view(row, queries, keys) for part in (self.one, self.other)}
+        if decides in views:
+            return decides
+        left = views - {neutral}
+        return left.pop() if len(left) == 1 else View.PARTIAL if left else neutral
+
+
+class Both(_Pair):
+    """Pairs of two masks at once: `one & other`."""
+
     def view(self, row: int, queries: Span, keys: Span) -> View:
         """Empty where one is."""
-        views = self.one.view(row, queries, keys), self.other.view(row, queries, keys)
-        if View.EMPTY in views:
-            return View.EMPTY
-        return views[0] if views[1] in (View.FULL, views[0]) else views[1] if views[0] is View.FULL else View.PARTIAL
+        return self._joined(row, queries, keys, View.EMPTY, View.FULL)
 
     def pairs(self, row: int, queries: Tensor, keys: Tensor) -> Tensor:
         """And."""
         return self.one.pairs(row, queries, keys) & self.other.pairs(row, queries, keys)
 
-    def edges(self, row: int, span: Span, *, of_keys: bool) -> list[int]:
-        """Of both."""
-        return _edges(self, row, span, of_keys)
 
-
-@dataclass(frozen=True)
-class Either(Mask):
+class Either(_Pair):
     """Pairs of one mask or another: `one | other`."""
-
-    one: Mask
-    other: Mask
-
-    @property
-    def num_rows(self) -> int:
-        """Of either."""
-        return _common("sequences", self.one.num_rows, self.other.num_rows)
-
-    @property
-    def num_heads(self) -> int:
-        """Of either."""
-        return _common("heads", self.one.num_heads, self.other.num_heads)
 
     def view(self, row: int, queries: Span, keys: Span) -> View:
         """Full where one is."""
-        views = self.one.view(row, queries, keys), self.other.view(row, queries, keys)
-        if View.FULL in views:
-            return View.FULL
-        return views[0] if views[1] in (View.EMPTY, views[0]) else views[1] if views[0] is View.EMPTY else View.PARTIAL
+        return self._joined(row, queries, keys, View.FULL, View.EMPTY)
 
     def pairs(self, row: int, queries: Tensor, keys: Tensor) -> Tensor:
         """Or."""
         return self.one.pairs(row, queries, keys) | self.other.pairs(row, queries, keys)
-
-    def edges(self, row: int, span: Span, *, of_keys: bool) -> list[int]:
-        """Of both."""
-        return _edges(self, row, span, of_keys)
-
-
-def _edges(mask: Both | Either, row: int, span: Span, of_keys: bool) -> list[int]:
-    found = (part.edges(row, span, of_keys=of_keys) for part in (mask.one, mask.other))
-    return sorted({edge for edges in found for edge in edges})
 
 
 def _common(what: str, one: int, other: int) -> int:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 
 from lss.collectives import agree
-from lss.command import Job, add_attention, attention_of
+from lss.command import Job, add_attention, attention_of, write_json
 from lss.config import AttentionConfig, Config, ParallelConfig
-from lss.errors import ConfigError, DifferentError, RunError
+from lss.errors import ConfigError, DifferentError
 from lss.mesh import World, check_degrees, init_mesh
-from lss.verification.compare import Report
 from lss.verification.target import Target
 from lss.verification.verify import verify
 
@@ -78,7 +75,7 @@ def verify_target(
     if world.rank == 0:
         console.print(report.render())
         console.print(f"{time.perf_counter() - started:.1f} s", style="dim")
-    agree(lambda: _write(report, file) if file and world.rank == 0 else None)
+    agree(lambda: write_json(report.to_dict(), file) if file and world.rank == 0 else None)
     if not report.passed:
         failed = next(check for check in report.checks if not check.passed)
         if failed.kind == "sanity":
@@ -93,10 +90,3 @@ def verify_target(
             )
         error.on_all_ranks = True
         raise error
-
-
-def _write(report: Report, file: str) -> None:
-    try:
-        Path(file).write_text(json.dumps(report.to_dict(), indent=1))
-    except OSError as error:
-        raise RunError(f"{file!r} cannot be written: {error}", remedy="name another file") from error

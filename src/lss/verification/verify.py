@@ -81,19 +81,20 @@ def verify(
     with computing_in(setting.dtype):
         plain = _plain(model, setting)
         bare, has_dropout = without_dropout(plain)
+        bound = _bound(plain, setting)
         progress("run over ranks")
         ranks, context = run_over_ranks(copy.deepcopy(bare), setting, mesh, steps, CLIP_SHARE * serial.norm)
         ranks.evaluated = evaluate_over_ranks(copy.deepcopy(plain), setting)
-        checks = _compare(ranks, serial, setting, context, _bound(plain, setting))
+        checks = _compare(ranks, serial, setting, context, bound)
         checks += _sanity(serial, ranks, setting, context)
         if has_dropout:
             progress("dropout on: serial run, then all ranks")
-            checks += _compare_dropout(plain, setting)
+            checks += _compare_dropout(plain, setting, bound)
         checks = _worst_of_ranks(checks, context, torch.device(mesh.device_type))
         names = ("", "", "")
         if not all(check.passed for check in checks):
             progress("both again, to find the first difference")
-            names = first_differences(bare, setting, _bound(plain, setting))
+            names = first_differences(bare, setting, bound)
     return report(title or setting.title(type(model).__name__), checks, *names)
 
 
@@ -218,7 +219,7 @@ def _compare_gradients(ranks: Run, serial: Run, bound: float, kind: str) -> list
     return sorted(checks, key=lambda check: check.name)
 
 
-def _compare_dropout(plain: nn.Module, setting: Setting) -> list[Check]:
+def _compare_dropout(plain: nn.Module, setting: Setting, bound: float) -> list[Check]:
     """With dropout on: the plain model with the same masks, or one rank alone, against all."""
     if setting.mesh.device_type == "cpu":
         model = copy.deepcopy(plain)
@@ -226,7 +227,6 @@ def _compare_dropout(plain: nn.Module, setting: Setting) -> list[Check]:
     else:
         alone, _ = run_over_ranks(copy.deepcopy(plain), setting, None, 1, math.inf, FIRST_STEP)
     ranks, _ = run_over_ranks(copy.deepcopy(plain), setting, setting.mesh, 1, math.inf, FIRST_STEP)
-    bound = _bound(plain, setting)
     return [
         *_compare_losses(ranks, alone, bound, "loss, dropout"),
         *_compare_gradients(ranks, alone, bound, "gradient, dropout"),

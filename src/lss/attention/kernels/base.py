@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lss.attention.plan import Limits
-from lss.context import wide
+from lss.context import wide_dtype
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Operands:
         """Mask and bias as one tensor to add to the scores: [1, H or 1, S, T], in the dtype of `wide(query)`."""
         if self.mask is None and self.bias is None:
             return None
-        sums = wide(self.query).dtype
+        sums = wide_dtype(self.query)
         shape = (1, 1, self.query.size(2), self.key.size(2))
         added = torch.zeros(shape, dtype=sums, device=self.query.device) if self.bias is None else self.bias.to(sums)
         added = added if added.dim() == 4 else added.unsqueeze(0)
