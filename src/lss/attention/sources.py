@@ -74,7 +74,7 @@ class KeyValue:
         """[S, B, 2, K, D], or two of [S, B, K, D]."""
         if self.separate:
             return [part.permute(2, 0, 1, 3) for part in (key, value)]
-        return [torch.stack((key, value)).permute(3, 1, 0, 2, 4)]  # [2, B, K, S, D] -> [S, B, 2, K, D]
+        return [torch.stack([part.permute(2, 0, 1, 3) for part in (key, value)], dim=2)]  # [B, K, S, D] twice
 
     def key_value(self, gathered: list[Tensor], slots: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         """Views."""
