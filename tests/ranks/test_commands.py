@@ -149,7 +149,7 @@ def test_attention_dropout_is_the_same_at_every_degree_and_says_which_kernel_it_
     flags = ["--data.source", text, "--train.attention_dropout", "0.2", "--train.precision", "fp64"]
     reference = train(tmp_path / "serial", *flags)
     done = run(*LSS, "train", *SMALL, *flags, "--parallel.sequence", "3", "--run.folder", tmp_path / "run")
-    assert "attention: kernel math (flash_cpu: it cannot drop attention weights)" in done.stdout
+    assert "attention: kernel math (flash: it cannot drop attention weights)" in done.stdout
     same_run(metrics(tmp_path / "run"), reference)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lss.attention.kernels import KERNELS
+from lss.attention.kernels.flash_cpu import FLASH_CPU
 from lss.attention.plan import Block, Limits, plan
 from lss.documents import from_lengths
 from lss.layout import Layout
@@ -80,7 +80,7 @@ def drawn(length: int, seed: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def areas(mask: Mask, layout: Layout) -> list[int]:
-    limits = KERNELS["flash_cpu"].limits
+    limits = FLASH_CPU.limits
     ranks = range(layout.num_ranks)
     return [sum(block.area for block in plan(mask, 1, layout, layout, rank, limits).blocks) for rank in ranks]
 

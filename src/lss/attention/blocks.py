@@ -23,7 +23,8 @@ class Work:
     """How blocks are computed.
 
     Args:
-        kernel: What computes a block.
+        kernel: What computes full and causal blocks.
+        partial: What computes blocks that need a mask: the same kernel, if it can.
         mask: Who sees whom; asked for the pairs of partial blocks.
         scale: Factor of the scores; None for 1 / sqrt(D).
         bias: What is added to the scores; None for nothing.
@@ -31,6 +32,7 @@ class Work:
     """
 
     kernel: Kernel
+    partial: Kernel
     mask: Mask
     scale: float | None = None
     bias: Bias | None = None
@@ -40,6 +42,10 @@ class Work:
     def learned(self) -> tuple[nn.Parameter, ...]:
         """Parameters of the bias that need a gradient."""
         return learned_of(self.bias)
+
+    def kernel_of(self, block: Block) -> Kernel:
+        """What computes a block."""
+        return self.partial if block.view is View.PARTIAL else self.kernel
 
     def operands(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> Operands:
         """What the kernel is given of [B, H, S, D] and [B, K, T, D]."""
@@ -80,7 +86,7 @@ class Output:
     def add(self, work: Work, blocks: Iterable[Block], query: Tensor, key: Tensor, value: Tensor) -> None:
         """Take in some blocks of keys and values, [B, K, T, D]."""
         for block in blocks:
-            output, log_sum_exp = work.kernel.forward(work.operands(block, query, key, value))
+            output, log_sum_exp = work.kernel_of(block).forward(work.operands(block, query, key, value))
             merge_(block.of_queries(self.values), block.of_queries(self.log_sum_exp), output, log_sum_exp)
 
     def add_sinks(self, sinks: Tensor) -> None:
@@ -126,7 +132,7 @@ class Gradients:
         for block in blocks:
             rows = (block.of_queries(tensor) for tensor in (self.gradient, self.output, self.log_sum_exp))
             given = self.work.operands(block, self.query, key, value)
-            to_query, to_key, to_value, to_bias = self.work.kernel.backward(given, *rows)
+            to_query, to_key, to_value, to_bias = self.work.kernel_of(block).backward(given, *rows)
             block.of_queries(self.of_query).add_(to_query)
             block.of_keys(of_key).add_(to_key)
             block.of_keys(of_value).add_(to_value)

@@ -115,6 +115,11 @@ class Plan:
         return self.own + tuple(block for chunk in self.chunks for run in chunk.runs for block in run.blocks)
 
     @property
+    def area(self) -> int:
+        """Pairs that are computed, of a sequence where all are alike."""
+        return sum(block.area for block in self.blocks)
+
+    @property
     def has_partial(self) -> bool:
         """Whether some block needs a mask."""
         return any(block.view is View.PARTIAL for block in self.blocks)
@@ -135,13 +140,14 @@ def plan(
         num_chunks: Pieces in which the other ranks' keys arrive.
     """
     edge = limits.edge or max(queries.length, keys.length)
+    edges = (View.PARTIAL,) if limits.edge is None else (View.PARTIAL, View.CAUSAL)
+    largest: Plan | None = None
     while True:
         found = _plan(mask, num_sequences, queries, keys, rank, replace(limits, edge=edge), num_chunks)
-        total = sum(block.area for block in found.blocks)
-        edges = (View.PARTIAL,) if limits.edge is None else (View.PARTIAL, View.CAUSAL)
+        largest = largest or found
         wasted = sum(block.area / 2 for block in found.blocks if block.view in edges)
-        if wasted <= WASTE * (total - wasted) or edge // 2 < limits.smallest_edge:
-            return found
+        if wasted <= WASTE * (found.area - wasted) or edge // 2 < limits.smallest_edge:
+            return found if found.area < (1 - WASTE / 5) * largest.area else largest
         edge //= 2
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lss.attention.attend import Call
 from lss.attention.blocks import Work
-from lss.attention.kernels import Kernel, KernelName, Needs, choose, why
+from lss.attention.kernels import KernelName, Needs, choose, why
 from lss.attention.plan import Limits, Plan, plan
 from lss.attention.sources import GATHERS, Gather, Source
 from lss.bias import Bias, learned_of
@@ -104,24 +104,21 @@ def prepare(
     _check(scene, query, name)
     needs = _needs(scene, tensors)
 
-    def planned(kernel: Kernel) -> Plan:
-        limits = _limits(kernel.limits, scene)
-        key = (scene.mask, query.size(0), scene.queries, scene.keys, axis.rank, limits, schedule.chunks)
-        if key not in plans:
-            plans[key] = plan(*key)
-        return plans[key]
-
     kernel = choose(schedule.kernel, needs)
-    if planned(kernel).has_partial:
-        needs = replace(needs, masks=True)
-        kernel = choose(schedule.kernel, needs)
-    work = Work(kernel, scene.mask, scene.scale, scene.bias, scene.dropout)
-    return Call(work, planned(kernel), source, scene.keys, axis, name, schedule.keeps, needs)
+    layouts, limits = (scene.queries, scene.keys), _limits(kernel.limits, scene)
+    key = (scene.mask, query.size(0), *layouts, axis.rank, limits, schedule.chunks)
+    if key not in plans:
+        plans[key] = plan(*key)
+    needs = replace(needs, masks=plans[key].has_partial)
+    work = Work(kernel, choose(schedule.kernel, needs), scene.mask, scene.scale, scene.bias, scene.dropout)
+    return Call(work, plans[key], source, scene.keys, axis, name, schedule.keeps, needs)
 
 
 def describe(call: Call) -> str:
     """What was chosen, in a line."""
-    kernel, number = why(call.work.kernel, call.needs), len(call.plan.blocks)
+    kernel, number = why(call.work.kernel, replace(call.needs, masks=False)), len(call.plan.blocks)
+    if call.work.partial is not call.work.kernel:
+        kernel += f", where a mask cuts through a block {why(call.work.partial, call.needs)}"
     if call.axis.size == 1:
         return f"kernel {kernel}, {number} blocks"
     kept = "kept" if call.keep else f"gathered again in backward, in {len(call.plan.chunks)} chunks"

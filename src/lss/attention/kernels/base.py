@@ -52,7 +52,7 @@ class Operands:
         shape = (1, 1, self.query.size(2), self.key.size(2))
         added = torch.zeros(shape, dtype=sums, device=self.query.device) if self.bias is None else self.bias.to(sums)
         added = added if added.dim() == 4 else added.unsqueeze(0)
-        return added if self.mask is None else added.masked_fill(~self.mask, -torch.inf)
+        return added if self.mask is None else added.masked_fill(self.mask.logical_not(), -torch.inf)
 
 
 # Gradients of query, key, value, and of the bias if it was asked for: [H or 1, S, T].
@@ -92,18 +92,26 @@ class Kernel:
 
     Args:
         name: As in `attention.kernel`.
+        device: Where it runs; empty for anywhere.
         forward: Operands to output [B, H, S, D] and log-sum-exp [B, H, S], -inf where a query sees no key, both in
             float32 or wider where the kernel can.
         backward: Operands, gradient of the output, output, log-sum-exp to gradients.
-        refuses: Why it cannot do what is needed; empty if it can.
+        cannot: Why it cannot do what is needed on its device; empty if it can.
         limits: Sizes of the blocks that it takes.
     """
 
     name: str
+    device: str
     forward: Callable[[Operands], tuple[Tensor, Tensor]]
     backward: Callable[[Operands, Tensor, Tensor, Tensor], Gradients]
-    refuses: Callable[[Needs], str]
+    cannot: Callable[[Needs], str]
     limits: Limits
+
+    def refuses(self, needs: Needs) -> str:
+        """Why it cannot do what is needed; empty if it can."""
+        if self.device not in ("", needs.device.type):
+            return f"it runs on {self.device}, and tensors are on {needs.device.type}"
+        return self.cannot(needs)
 
 
 def without_keys(given: Operands, log_sum_exp: Tensor) -> Tensor:

@@ -36,9 +36,7 @@ def _backward(given: Operands, gradient: Tensor, output: Tensor, log_sum_exp: Te
     return grad_query, grad_key, grad_value, None
 
 
-def _refuses(needs: Needs) -> str:
-    if needs.device.type != "cpu":
-        return f"it runs on the CPU, and tensors are on {needs.device.type}"
+def _cannot(needs: Needs) -> str:
     if needs.drops_weights:
         return "it cannot drop attention weights"
     if needs.learns_bias:
@@ -47,4 +45,4 @@ def _refuses(needs: Needs) -> str:
 
 
 # small blocks on the diagonal and large full ones are faster than its own causal form
-FLASH_CPU = Kernel("flash_cpu", _forward, _backward, _refuses, Limits(edge=512))
+FLASH_CPU = Kernel("flash", "cpu", _forward, _backward, _cannot, Limits(edge=512))

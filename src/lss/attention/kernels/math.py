@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lss.attention.kernels.base import Gradients, Kernel, Needs, Operands
+from lss.attention.kernels.base import Gradients, Kernel, Operands
 from lss.attention.plan import Limits
 from lss.context import wide
 
@@ -68,8 +68,4 @@ def _grouped(given: Operands, tensor: Tensor) -> Tensor:
     return split
 
 
-def _refuses(needs: Needs) -> str:
-    return ""
-
-
-MATH = Kernel("math", _forward, _backward, _refuses, Limits(queries=256, keys=4096, edge=256))
+MATH = Kernel("math", "", _forward, _backward, lambda needs: "", Limits(queries=256, keys=4096, edge=256))
