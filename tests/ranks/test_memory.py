@@ -12,11 +12,21 @@ LENGTH, NUM_SEQUENCES, WIDTH, LAYERS, NUM_RANKS = 512, 2, 128, 4, 4
 GATHERED = LENGTH * NUM_SEQUENCES * WIDTH * 4 * LAYERS  # bytes of one tensor [L, B, E] in each layer
 
 
-def activations(sequence: int, gather: str, keep: bool = True, chunks: int = 1) -> tuple[int, int]:
+SHAPE = GPTConfig(WIDTH, LAYERS, 4, max_length=LENGTH)
+
+
+def activations(
+    sequence: int,
+    gather: str,
+    keep: bool = True,
+    chunks: int = 1,
+    shape: GPTConfig = SHAPE,
+    num_sequences: int = NUM_SEQUENCES,
+) -> tuple[int, int]:
     """Bytes at the end of forward, and at the peak of the step, without parameters and gradients."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(WIDTH, LAYERS, 4, max_length=LENGTH))
-    tokens = torch.zeros(NUM_SEQUENCES, LENGTH, dtype=torch.int64)
+    model = GPT(shape)
+    tokens = torch.zeros(num_sequences, shape.max_length, dtype=torch.int64)
     batch = {"tokens": tokens, "labels": tokens}
     if gather == "serial":
         return _tracked(model, lambda: model(batch["tokens"]), batch["labels"])
