@@ -48,10 +48,9 @@ def of_model(pool: RankPool, length: int) -> None:
         now, peak = (max(rank[index] for rank in found) for index in (0, 1))
         layers = shape.layers if keep else 1 if chunks == 1 else 2 / chunks
         bound = 1.15 * serial[1] / NUM_RANKS + layers * one_layer
-        print(
-            f"N = {NUM_RANKS}, keep={keep}, chunks={chunks}: {now / MEGA:.0f} MB after forward, {peak / MEGA:.0f} MB at "
-            f"the peak; bound 1.15 x serial / {NUM_RANKS} + {layers:g} x {one_layer / MEGA:.0f} = {bound / MEGA:.0f} MB"
-        )
+        said = f"1.15 x serial / {NUM_RANKS} + {layers:g} x {one_layer / MEGA:.0f} = {bound / MEGA:.0f} MB"
+        print(f"N = {NUM_RANKS}, keep={keep}, chunks={chunks}: {now / MEGA:.0f} MB after forward")
+        print(f"    peak {peak / MEGA:.0f} MB, bound {said}")
 
 
 def of_attention(pool: RankPool, length: int) -> None:

@@ -106,6 +106,11 @@ class PositionDropout(nn.Module):
         super().__init__()
         self.site = site
 
+    @property
+    def p(self) -> float:
+        """The rate, under the name that `nn.Dropout` gives it."""
+        return self.site.rate
+
     def extra_repr(self) -> str:
         """Rate and place, as in `print(model)`."""
         return f"rate={self.site.rate}, site={self.site.index}"

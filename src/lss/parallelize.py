@@ -11,12 +11,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules import batchnorm, conv, padding, pooling
 
-from lss.attention import AttentionLayer, DistributedAttention, Gather, KernelName, Schedule, mask_of
+from lss.adapters import transformers
+from lss.adapters.losses import with_whole_losses
+from lss.attention import AttentionLayer, DistributedAttention, Gather, KernelName, Route, Schedule
 from lss.collectives import Axis
 from lss.compiled import eager
-from lss.context import SequenceContext, attach, is_parallelized
+from lss.context import SequenceContext, attach
 from lss.dropout import PositionDropout, Site
 from lss.errors import ModelError
 from lss.gradients import buckets
@@ -25,43 +26,10 @@ from lss.ledger import Ledger
 from lss.mesh import DATA, SEQUENCE
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
+from lss.refusals import PROJECTIONS, refuse_what_cannot_be_honoured
 
 Model = TypeVar("Model", bound=nn.Module)
 Module = TypeVar("Module", bound=nn.Module)
-
-# Modules that may mix tokens, or draw masks that know no position, and that are not understood.
-_REFUSED: tuple[type[nn.Module], ...] = (
-    nn.MultiheadAttention,
-    nn.RNNBase,
-    nn.RNNCellBase,
-    nn.EmbeddingBag,
-    nn.Unfold,
-    nn.Fold,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-    nn.Upsample,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-    nn.RReLU,
-    conv._ConvNd,
-    batchnorm._NormBase,
-    padding._CircularPadNd,
-    padding._ConstantPadNd,
-    padding._ReflectionPadNd,
-    padding._ReplicationPadNd,
-    pooling._MaxPoolNd,
-    pooling._AvgPoolNd,
-    pooling._AdaptiveAvgPoolNd,
-    pooling._AdaptiveMaxPoolNd,
-    pooling._LPPoolNd,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-)
-_OVER_A_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
-_PROJECTIONS = ("project_query", "project_key_value", "project_output")
 
 
 def parallelize(
@@ -116,7 +84,7 @@ def parallelize(
     """
     layers = attention_layers(model)
     schedule = Schedule(gather, kernel, keep, chunks)
-    _check(model, layers)
+    refuse_what_cannot_be_honoured(model, layers, is_adapted=transformers.is_pretrained(model))
     ledger = Ledger()
     sequence, data = (Axis.of(mesh, name, ledger, ordered=ordered) for name in (SEQUENCE, DATA))
     context = SequenceContext(sequence, data, seed, ledger)
@@ -127,11 +95,14 @@ def parallelize(
     inside = _key_dropout(model, set(layers), context, sites)
     for name, layer in layers.items():
         site = Site(name, rates[name], next(sites), context) if rates[name] else None
-        attention = cast(AttentionLayer, layer)
-        layer.forward = DistributedAttention(attention, context, schedule, name, signature(layer.forward), site)
+        route = Route(context, schedule, name)
+        layer.forward = DistributedAttention(cast(AttentionLayer, layer), route, signature(layer.forward), site)
     for module in model.modules():
         module.register_forward_hook(partial(_watch, context))
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
+    if transformers.is_pretrained(model):
+        transformers.adapt(model, context, schedule, sites)
+        with_whole_losses(model, context)
     model.register_forward_hook(partial(_end, context, inside), always_call=True)
     attach(model, context)
     return model
@@ -185,53 +156,8 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if all(callable(getattr(module, projection, None)) for projection in _PROJECTIONS)
+        if all(callable(getattr(module, projection, None)) for projection in PROJECTIONS)
     }
-
-
-def _check(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    if is_parallelized(model):
-        raise ModelError("a model that is parallelized already", remedy="parallelize it once")
-    if not layers:
-        raise ModelError(
-            f"no attention layer was found in {type(model).__name__}",
-            allowed="modules with the methods " + ", ".join(_PROJECTIONS),
-            remedy="give its attention modules the interface of lss.AttentionLayer",
-        )
-    for name, layer in layers.items():
-        if mask_of(layer) is None:
-            raise ModelError(
-                f"{name} does not say who sees whom",
-                allowed="an attribute is_causal, True or False, or mask, an lss.masks.Mask",
-                remedy="see lss.AttentionLayer",
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            _check_table(name, module)
-        if getattr(module, "dim", None) == 1 and isinstance(module, _OVER_A_DIM):
-            raise ModelError(f"{name} is a {type(module).__name__} over dim 1, the tokens", allowed="dim=-1")
-        for kind in (nn.Dropout, LearnedPositions):
-            hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-            if isinstance(module, kind) and (type(module) is not kind or hooked):
-                raise ModelError(
-                    f"{name} is a {type(module).__name__}{' with hooks' if hooked else ''}",
-                    allowed=f"a plain {kind.__name__}, as it is replaced by one that knows positions",
-                )
-        if isinstance(module, _REFUSED):
-            raise ModelError(
-                f"{name or 'the model'} is a {type(module).__name__}, which may mix tokens outside attention or draws "
-                "masks that know no position",
-                allowed="attention as in lss.AttentionLayer, nn.Dropout, and modules that work on each token alone",
-            )
-
-
-def _check_table(name: str, table: nn.Embedding) -> None:
-    """Gradients of a table are summed over ranks as they are: an option that looks at a rank's own tokens is wrong."""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(table, option):
-            raise ModelError(
-                f"{name} has {option}={getattr(table, option)}", allowed="an embedding without this option"
-            )
 
 
 def _send_weights(model: nn.Module, context: SequenceContext) -> None:

@@ -2,7 +2,7 @@
 
 from lss.attention.functional import attention
 from lss.attention.kernels import KernelName
-from lss.attention.layer import AttentionLayer, DistributedAttention, mask_of
+from lss.attention.layer import AttentionLayer, DistributedAttention, Route, mask_of
 from lss.attention.schedule import Schedule
 from lss.attention.sources import GATHERS, Gather
 
@@ -12,6 +12,7 @@ __all__ = [
     "DistributedAttention",
     "Gather",
     "KernelName",
+    "Route",
     "Schedule",
     "attention",
     "mask_of",

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lss.attention.attend import attend
 from lss.attention.schedule import Scene, Schedule, describe, fewest_seconds, prepare
-from lss.attention.sources import Gather, Input, KeyValue, Source
+from lss.attention.sources import Input, KeyValue, Source
+from lss.bias import Bias
 from lss.compiled import eager
 from lss.context import SequenceContext, autocast_dtype
 from lss.dropout import Site
@@ -60,50 +61,121 @@ def mask_of(layer: nn.Module) -> Mask | None:
 
 
 @dataclass(frozen=True)
+class Route:
+    """The way of one attention layer's queries to the keys and values of all segments.
+
+    Args:
+        context: The context of the parallelized model.
+        schedule: How attention is computed.
+        name: Qualified name of the layer, for the ledger and messages.
+    """
+
+    context: SequenceContext
+    schedule: Schedule
+    name: str
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask,
+        *,
+        scale: float | None = None,
+        bias: Bias | None = None,
+        sinks: Tensor | None = None,
+        dropout: Site | None = None,
+        source: Source | None = None,
+        inputs: tuple[Tensor, ...] = (),
+    ) -> Tensor:
+        """Attention of the present segment's queries: [B, H, S, D].
+
+        Args:
+            query: [B, H, S, D].
+            key: [B, K, S, D].
+            value: [B, K, S, any width].
+            mask: Of the layer; the documents and the padding of the batch come on top of it.
+            scale: Factor of the scores; None for 1 / sqrt(D).
+            bias: Added to the scores.
+            sinks: [H].
+            dropout: Place of the dropout of attention weights, where they are dropped in this call.
+            source: What is gathered; None for keys and values.
+            inputs: What the source needs besides.
+        """
+        context, layout = self.context, self.context.layout
+        if query.size(-1) != key.size(-1) or query.size(1) % key.size(1) or key.shape[:3] != value.shape[:3]:
+            raise ModelError(
+                f"{self.name} has queries, keys and values of {[tuple(t.shape) for t in (query, key, value)]}",
+                allowed="[B, H, S, D], [B, K, S, D] and [B, K, S, any width], H a multiple of K",
+            )
+        for tensor in (query, key):
+            self.require_slots(tensor.size(2))
+        if dropout:
+            dropout.enter()
+        scene = Scene(self._of_batch(mask), layout, layout, scale, bias, dropout)
+        source = source or KeyValue(self.schedule.gather == "separate" or key.size(-1) != value.size(-1))
+        tensors = (query, key, value)
+        call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name, context.plans)
+        if self.name not in context.choices:
+            context.choices[self.name] = describe(call)
+        return attend(*tensors, call, sinks, inputs)
+
+    def require_slots(self, number: int) -> None:
+        """Raise LayoutError unless so many tokens are those of the present segment."""
+        size = self.context.layout.segment_length
+        if number != size:
+            raise LayoutError(
+                f"{self.name} was given {number} tokens of a segment that has {size} slots",
+                allowed="the tokens that lss.shard returned, with the segment that it returned beside them",
+            )
+
+    def _of_batch(self, mask: Mask) -> Mask:
+        documents = self.context.present.documents
+        if documents is None:
+            return mask
+        return Documents(documents) if mask == Full() else mask & Documents(documents)
+
+
+@dataclass(frozen=True)
 class DistributedAttention:
     """Runs an attention layer on this rank's segment: queries stay, keys and values of all segments are collected.
 
     Args:
         layer: The layer.
-        context: The context of the parallelized model.
-        schedule: How it is computed.
-        name: Qualified name of the layer, for the ledger.
+        route: Its way to the keys of all segments.
         signature: Of the layer's own forward.
         dropout: Place of the dropout of attention weights; None for none.
     """
 
     layer: AttentionLayer
-    context: SequenceContext
-    schedule: Schedule
-    name: str
+    route: Route
     signature: Signature
     dropout: Site | None = None
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The layer's forward: [B, S, E] to [B, S, E]; `positions` may be given too, and are known from the segment."""
-        x = self._only_argument(args, kwargs)
-        layout = self.context.layout
-        if x.size(1) != layout.segment_length:
-            raise LayoutError(
-                f"{self.name} was given {x.size(1)} tokens of a segment that has {layout.segment_length} slots",
-                allowed="the tokens that lss.shard returned, with the segment that it returned beside them",
-            )
-        positions = self.context.positions(x.device)
-        query = self.layer.project_query(x, positions)
-        key, value = self.layer.project_key_value(x, positions)
-        self._check_widths(query, key, value)
+        x, layer = self._only_argument(args, kwargs), self.layer
+        self.route.require_slots(x.size(1))
+        positions = self.route.context.positions(x.device)
+        query = layer.project_query(x, positions)
+        key, value = layer.project_key_value(x, positions)
+        mask = mask_of(cast(nn.Module, layer))
+        assert mask is not None
         source, inputs = self._source(x, key, value)
-        dropout = self.dropout if self.layer.training else None
-        if dropout:
-            dropout.enter()
-        scale, bias = getattr(self.layer, "scale", None), getattr(self.layer, "bias", None)
-        scene = Scene(self._mask(), layout, layout, scale, bias, dropout)
-        tensors, context = (query, key, value), self.context
-        call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name, context.plans)
-        if self.name not in context.choices:
-            context.choices[self.name] = describe(call)
-        return self.layer.project_output(attend(*tensors, call, getattr(self.layer, "sinks", None), inputs))
+        attended = self.route.attend(
+            query,
+            key,
+            value,
+            mask,
+            scale=getattr(layer, "scale", None),
+            bias=getattr(layer, "bias", None),
+            sinks=getattr(layer, "sinks", None),
+            dropout=self.dropout if layer.training else None,
+            source=source,
+            inputs=inputs,
+        )
+        return layer.project_output(attended)
 
     def _only_argument(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The first argument of the layer's own forward; a mask or anything else that is given is refused."""
@@ -111,37 +183,23 @@ class DistributedAttention:
         for argument, value in others:
             if argument != "positions" and value is not None:
                 raise ModelError(
-                    f"{self.name} was called with {argument}=..., which cannot be honoured over segments",
+                    f"{self.route.name} was called with {argument}=..., which cannot be honoured over segments",
                     allowed="the input and `positions`",
                     remedy="say padding and documents to lss.shard; other masks are the layer's attribute `mask`",
                 )
         return x  # type: ignore[no-any-return]
 
-    def _check_widths(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        if query.size(-1) != key.size(-1) or query.size(1) % key.size(1) or key.shape[:3] != value.shape[:3]:
-            raise ModelError(
-                f"{self.name} has queries, keys and values of {[tuple(t.shape) for t in (query, key, value)]}",
-                allowed="[B, H, S, D], [B, K, S, D] and [B, K, S, any width], H a multiple of K",
-            )
-
-    def _mask(self) -> Mask:
-        mask, documents = mask_of(cast(nn.Module, self.layer)), self.context.present.documents
-        assert mask is not None
-        if documents is None:
-            return mask
-        return Documents(documents) if mask == Full() else mask & Documents(documents)
-
-    def _source(self, x: Tensor, key: Tensor, value: Tensor) -> tuple[Source, tuple[Tensor, ...]]:
-        """What is gathered, and the inputs that it needs besides keys and values."""
-        gather: Gather = self.schedule.gather
-        num_ranks = self.context.sequence.size
+    def _source(self, x: Tensor, key: Tensor, value: Tensor) -> tuple[Source | None, tuple[Tensor, ...]]:
+        """The layer's input where that is gathered, and the inputs that it needs; else None."""
+        gather, context = self.route.schedule.gather, self.route.context
+        num_ranks = context.sequence.size
         if gather == "auto":
             gather = fewest_seconds(x, key, value, num_ranks)
         if gather != "x" or num_ranks == 1:
-            return KeyValue(separate=gather == "separate" or key.size(-1) != value.size(-1)), ()
+            return None, ()
         layer = cast(nn.Module, self.layer)
         parameters = tuple(weight for weight in layer.parameters() if weight.requires_grad)
-        project = partial(_project, self.layer, self.context.all_positions(x.device))
+        project = partial(_project, self.layer, context.all_positions(x.device))
         return Input(parameters, project), (x.to(autocast_dtype(x)), *parameters)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+# What of this package runs a model's own operations.
+_OF_MODELS = ("lss.models.", "lss.adapters.losses")
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -40,7 +42,7 @@ def _called_by_this_package() -> bool:
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "torch":
         frame = frame.f_back
     name = frame.f_globals.get("__name__", "")
-    return name.startswith("lss.") and not name.startswith("lss.models.")
+    return name.startswith("lss.") and not name.startswith(_OF_MODELS)
 
 
 def _widened(value: Any) -> Any:

@@ -1,0 +1,83 @@
+"""Models of transformers over ranks, by two lines, against the plain ones called for each document alone."""
+
+import pytest
+import torch
+import transformers
+
+import lss
+from lss.errors import LssError
+from tests.models import assert_same
+from tests.pretrained import KINDS, MODELS, alone, batch, make, over_ranks, real
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_outputs_and_gradients(ranks, name, kind):
+    loss, logits, gradients = alone(name, kind)
+    for number in (2, 3):
+        for found in ranks.run(over_ranks, number, name, kind, number):
+            assert_equal(found, loss, logits, gradients, kind)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT"])
+def test_activation_checkpointing(ranks, name):
+    for found in ranks.run(over_ranks, 2, name, "packed", 2, True):
+        assert_equal(found, *alone(name, "packed"), "packed")
+
+
+def assert_equal(found, loss, logits, gradients, kind):
+    assert found[0] == pytest.approx(loss, rel=1e-10)
+    assert_same(found[1][real(kind)], logits[real(kind)], "logits", 1e-9)
+    assert found[2].keys() == gradients.keys()
+    nothing = 1e-12 * max(gradient.abs().max().item() for gradient in gradients.values())
+    for name, gradient in found[2].items():
+        if gradients[name].abs().max() <= nothing:
+            assert name.endswith("key.bias")  # whose true gradient is zero, without rotary positions
+            assert gradient.abs().max() <= nothing
+        else:
+            assert_same(gradient, gradients[name], name, 1e-9)
+
+
+def over_two(action: str) -> str:
+    mesh = lss.init_mesh(2, device="cpu")
+    with pytest.raises(LssError) as raised:
+        MISTAKES[action](mesh)
+    return str(raised.value)
+
+
+def call(mesh, name="Llama", **more):
+    model = lss.parallelize(make(name), mesh)
+    return model(**lss.shard(batch(), mesh, shift_labels=1), **more)
+
+
+def configured(mesh, kind, config, **given):
+    return lss.parallelize(getattr(transformers, kind)(getattr(transformers, config)(**given)), mesh)
+
+
+_SMALL = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+MISTAKES = {
+    "the model was called with attention_mask": lambda mesh: call(mesh, attention_mask=torch.ones(2, 7)),
+    "the model was called with position_ids": lambda mesh: call(mesh, position_ids=torch.arange(7)[None]),
+    "the model was called with past_key_values": lambda mesh: call(mesh, past_key_values=transformers.DynamicCache()),
+    "integer labels with shift_labels=None": lambda mesh: lss.shard(batch(), mesh),
+    "without a segment": lambda mesh: lss.parallelize(make("Llama"), mesh)(batch()["input_ids"]),
+    "asks for softcap": lambda mesh: configured(
+        mesh, "Gemma2ForCausalLM", "Gemma2Config", **_SMALL, num_key_value_heads=2, head_dim=8, pad_token_id=0
+    )(**lss.shard({"input_ids": batch()["input_ids"]}, mesh)),
+    "Conv1d": lambda mesh: configured(mesh, "MambaForCausalLM", "MambaConfig", vocab_size=31, hidden_size=32),
+    "takes no position_ids": lambda mesh: configured(
+        mesh, "T5ForConditionalGeneration", "T5Config", vocab_size=31, d_model=32, d_kv=8, d_ff=48, num_layers=1
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_what_cannot_be_honoured_is_refused(ranks, message):
+    for said in ranks.run(over_two, 2, message):
+        assert message in said
