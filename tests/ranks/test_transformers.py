@@ -71,6 +71,10 @@ MISTAKES = {
         mesh, "Gemma2ForCausalLM", "Gemma2Config", **_SMALL, num_key_value_heads=2, head_dim=8, pad_token_id=0
     )(**lss.shard({"input_ids": batch()["input_ids"]}, mesh)),
     "Conv1d": lambda mesh: configured(mesh, "MambaForCausalLM", "MambaConfig", vocab_size=31, hidden_size=32),
+    "makes one output of a whole sequence": lambda mesh: configured(mesh, "BertModel", "BertConfig", **_SMALL),
+    "LlamaForSequenceClassification makes one output": lambda mesh: configured(
+        mesh, "LlamaForSequenceClassification", "LlamaConfig", **_SMALL, pad_token_id=0
+    ),
     "takes no position_ids": lambda mesh: configured(
         mesh, "T5ForConditionalGeneration", "T5Config", vocab_size=31, d_model=32, d_kv=8, d_ff=48, num_layers=1
     ),

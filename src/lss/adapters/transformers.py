@@ -26,6 +26,8 @@ from lss.masks import Causal, Full, Mask, Window
 
 _NAME = "lss"
 _ROUTE = "lss_route"
+# How models are named whose outputs and losses are of single tokens.
+_TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification", "Model")
 # Arguments of the interface that change the result and are not understood.
 _CHANGING = ("softcap", "position_bias", "head_mask", "cu_seq_lens_q", "output_attentions")
 
@@ -179,6 +181,13 @@ def _check(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         raise ModelError(
             f"{type(model).__name__} takes no position_ids, so its positions cannot be made global",
             allowed="models that take position_ids",
+        )
+    pooling = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Pooler", "Pooling"))]
+    if pooling or not type(model).__name__.endswith(_TOKEN_HEADS):
+        raise ModelError(
+            f"{pooling[0] if pooling else type(model).__name__} makes one output of a whole sequence",
+            allowed=f"outputs of single tokens: models named ...{', ...'.join(_TOKEN_HEADS)}",
+            remedy="add_pooling_layer=False, where the pooled output is not needed",
         )
 
 
