@@ -33,7 +33,7 @@ def main() -> None:
     context = lss.context_of(model)
     segment = lss.shard({"tokens": torch.zeros(1, LENGTH, dtype=torch.int64)}, None, step=0)["segment"]
     values = torch.randn(1, LENGTH, WIDTH)
-    dropout = PositionDropout(Site(0.1, 0, context))
+    dropout = PositionDropout(Site("dropout", 0.1, 0, context))
 
     def keyed() -> torch.Tensor:
         context.begin(segment, training=True)
