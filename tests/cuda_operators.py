@@ -73,6 +73,7 @@ def _cudnn_backward(
     assert cum_k is None
     assert gradient.is_contiguous()
     assert out.is_contiguous()
+    assert log_sum_exp.dim() == 4
     return _backward(gradient, query, key, value, bias, out, log_sum_exp.squeeze(-1), is_causal, scale)
 
 

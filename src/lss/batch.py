@@ -46,10 +46,6 @@ class Segment:
     num_positions: int = 0
     checksum: Tensor | None = None
 
-    def is_cut_as(self, other: Segment) -> bool:
-        """Whether attention computes the same blocks."""
-        return (self.layout, self.documents) == (other.layout, other.documents)
-
     def real(self, num_sequences: int, device: torch.device) -> Tensor:
         """Slots of the whole sequences that hold a token and no padding: bool [B, L]."""
         if self.documents is None:

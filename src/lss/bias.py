@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,64 @@ from torch import Tensor, nn
 from lss.errors import MaskError
 
 Bias = Callable[[Tensor, Tensor], Tensor]
+
+
+def require_bias(bias: Any, num_heads: int, num_queries: int, num_keys: int) -> None:
+    """Raise MaskError unless it is a bias of so many heads, whose gradient reaches parameters that are known.
+
+    Args:
+        bias: Any callable; it is asked for two queries and three keys.
+        num_heads: H.
+        num_queries: Of the whole sequence.
+        num_keys: Of the whole sequence.
+    """
+    if isinstance(bias, Tensor) or not callable(bias):
+        raise MaskError(
+            f"a bias without a rule for positions: a {type(bias).__name__}",
+            allowed="a function of the positions of queries and keys, such as those of lss.bias",
+            remedy="wrap a whole tensor [H, L, L] as lss.bias.DenseBias",
+        )
+    if isinstance(bias, DenseBias) and bias.tensor.shape[-2:] != (num_queries, num_keys):
+        raise MaskError(
+            f"a dense bias of shape {tuple(bias.tensor.shape)} for {num_queries} queries and {num_keys} keys",
+            allowed=f"[..., {num_queries}, {num_keys}], of the whole sequences",
+        )
+    learned = learned_of(bias)
+    device = learned[0].device if learned else None
+    queries, keys = (torch.arange(min(size, most), device=device) for size, most in ((num_queries, 2), (num_keys, 3)))
+    with torch.enable_grad():
+        values = bias(queries, keys)
+    if not isinstance(values, Tensor) or not values.is_floating_point() or values.dim() != 3:
+        raise MaskError(f"a bias that returns {_described(values)}", allowed="floating values [H or 1, S, T]")
+    if values.size(0) not in (1, num_heads) or values.shape[1:] != (len(queries), len(keys)):
+        raise MaskError(
+            f"a bias of shape {tuple(values.shape)} for {len(queries)} queries and {len(keys)} keys",
+            allowed=f"[{num_heads} or 1, {len(queries)}, {len(keys)}]",
+        )
+    unknown = [leaf for leaf in _leaves(values) if not any(leaf is weight for weight in learned)]
+    if unknown:
+        raise MaskError(
+            f"a bias of a tensor {tuple(unknown[0].shape)} that needs a gradient and is no parameter of it",
+            allowed="an nn.Module that holds what it learns as parameters",
+        )
+
+
+def _described(values: object) -> str:
+    return f"{values.dtype} {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+
+
+def _leaves(values: Tensor) -> list[Tensor]:
+    """Tensors that the gradient of `values` would reach."""
+    found, nodes = [], [values.grad_fn] if values.grad_fn else []
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        following = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= following
+        nodes += following
+    return found
 
 
 def learned_of(bias: Bias | None) -> tuple[nn.Parameter, ...]:
@@ -36,6 +95,8 @@ class Alibi:
     @classmethod
     def of(cls, num_heads: int) -> Alibi:
         """The paper's slopes: 2 ** (-8 i / H) where H is a power of two, and its rule for other numbers."""
+        if num_heads < 1:
+            raise MaskError(f"slopes for {num_heads} heads", allowed="at least 1")
         whole = 2 ** int(math.log2(num_heads))
         slopes = [2 ** (-8 * head / whole) for head in range(1, whole + 1)]
         slopes += [2 ** (-8 * head / (2 * whole)) for head in range(1, 2 * whole + 1, 2)][: num_heads - whole]
@@ -63,6 +124,12 @@ class RelativeBias(nn.Module):
         self, num_heads: int, num_buckets: int = 32, max_distance: int = 128, *, is_bidirectional: bool = True
     ) -> None:
         super().__init__()
+        exact = num_buckets // (4 if is_bidirectional else 2)
+        if num_heads < 1 or exact < 1 or max_distance <= exact:
+            raise MaskError(
+                f"a relative bias of {num_heads} heads and {num_buckets} buckets up to a distance of {max_distance}",
+                allowed=f"at least 1 head and {4 if is_bidirectional else 2} buckets, and a distance above {exact}",
+            )
         self.num_buckets, self.max_distance, self.is_bidirectional = num_buckets, max_distance, is_bidirectional
         self.table = nn.Embedding(num_buckets, num_heads)
 

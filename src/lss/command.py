@@ -48,7 +48,7 @@ def natural(name: str, value: object) -> int:
     Raises:
         ConfigError: It is none.
     """
-    if not str(value).strip().isdigit() or int(str(value)) < 1:
+    if not str(value).strip().isdecimal() or int(str(value)) < 1:
         raise ConfigError(f"{name} = {value}", allowed="a number of at least 1")
     return int(str(value))
 

@@ -35,7 +35,6 @@ class SequenceContext:
         num_trained: Those in training.
         is_running: Whether such a call is going on.
         is_averaged: Whether the gradients of the last backward are; None before any.
-        plans: What attention computes, while batches are cut alike.
         choices: How each attention layer is computed, in a line for people.
     """
 
@@ -49,7 +48,6 @@ class SequenceContext:
     num_trained: int = 0
     is_running: bool = False
     is_averaged: bool | None = None
-    plans: dict[Any, Any] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
 
     def begin(self, segment: Segment | None, *, training: bool) -> None:
@@ -59,8 +57,6 @@ class SequenceContext:
             segment: What `shard` returned with the batch.
             training: Whether the model is in training, whose calls count as steps where the segment names none.
         """
-        if segment and self.segment and not segment.is_cut_as(self.segment):
-            self.plans.clear()
         self.segment, self.is_running = segment, True
         segment = self.present
         if segment.layout.num_ranks != self.sequence.size:

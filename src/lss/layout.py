@@ -53,6 +53,13 @@ class Layout:
                 f"a sequence of {self.length} tokens over {len(self.spans)} ranks",
                 allowed="at least 1 token and 1 rank",
             )
+        held = sorted(span for spans in self.spans for span in spans)
+        edges = [edge for span in held for edge in span]
+        if edges[::2] != [0, *edges[1:-1:2]] or edges[-1] != self.length or any(start >= stop for start, stop in held):
+            raise LayoutError(
+                f"a layout of {self.length} tokens by the spans {self.spans}",
+                allowed="spans that hold every token once",
+            )
 
     @classmethod
     def named(cls, name: str, length: int, num_ranks: int) -> Layout:

@@ -20,8 +20,7 @@ class Entry:
 
     Args:
         axis: `sequence` or `data`.
-        operation: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, or `all_to_all` for an ordered
-            reduce-scatter.
+        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `broadcast`.
         phase: `forward`, `backward`, `step` (once a batch) or `setup` (once a run).
         layer: Qualified name of the module, or what the message carries: `gradients`, `norm`, `scalars`.
     """

@@ -26,7 +26,7 @@ from lss.ledger import Ledger
 from lss.mesh import DATA, SEQUENCE
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
-from lss.refusals import PROJECTIONS, refuse_what_cannot_be_honoured
+from lss.refusals import PROJECTIONS, refusals
 
 Model = TypeVar("Model", bound=nn.Module)
 Module = TypeVar("Module", bound=nn.Module)
@@ -84,7 +84,8 @@ def parallelize(
     """
     layers = attention_layers(model)
     schedule = Schedule(gather, kernel, keep, chunks)
-    refuse_what_cannot_be_honoured(model, layers, is_adapted=transformers.is_pretrained(model))
+    for refusal in refusals(model, layers, is_adapted=transformers.is_pretrained(model)):
+        raise refusal
     ledger = Ledger()
     sequence, data = (Axis.of(mesh, name, ledger, ordered=ordered) for name in (SEQUENCE, DATA))
     context = SequenceContext(sequence, data, seed, ledger)

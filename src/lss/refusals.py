@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator
+
+from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
-from lss.attention import mask_of
+from lss.attention import bias_of, mask_of
 from lss.context import is_parallelized
 from lss.errors import ModelError
 from lss.models.positions import LearnedPositions
@@ -46,8 +48,8 @@ _OVER_A_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 PROJECTIONS = ("project_query", "project_key_value", "project_output")
 
 
-def refuse_what_cannot_be_honoured(model: nn.Module, layers: dict[str, nn.Module], *, is_adapted: bool) -> None:
-    """Raise ModelError for anything in the model that would be computed wrongly, by its name.
+def refusals(model: nn.Module, layers: dict[str, nn.Module], *, is_adapted: bool) -> Iterator[ModelError]:
+    """Everything in the model that would be computed wrongly, by its name.
 
     Args:
         model: A plain model.
@@ -55,44 +57,54 @@ def refuse_what_cannot_be_honoured(model: nn.Module, layers: dict[str, nn.Module
         is_adapted: Whether an adapter knows its attention, so that it needs no such layer.
     """
     if is_parallelized(model):
-        raise ModelError("a model that is parallelized already", remedy="parallelize it once")
+        yield ModelError("a model that is parallelized already", remedy="parallelize it once")
     if not layers and not is_adapted:
-        raise ModelError(
+        yield ModelError(
             f"no attention layer was found in {type(model).__name__}",
             allowed="modules with the methods " + ", ".join(PROJECTIONS),
             remedy="give its attention modules the interface of lss.AttentionLayer",
         )
     for name, layer in layers.items():
-        if mask_of(layer) is None:
-            raise ModelError(
-                f"{name} does not say who sees whom",
-                allowed="an attribute is_causal, True or False, or mask, an lss.masks.Mask",
-                remedy="see lss.AttentionLayer",
-            )
+        yield from _of_layer(name, layer)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            _check_table(name, module)
-        if getattr(module, "dim", None) == 1 and isinstance(module, _OVER_A_DIM):
-            raise ModelError(f"{name} is a {type(module).__name__} over dim 1, the tokens", allowed="dim=-1")
-        for kind in (nn.Dropout, LearnedPositions):
-            hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-            if isinstance(module, kind) and (type(module) is not kind or hooked):
-                raise ModelError(
-                    f"{name} is a {type(module).__name__}{' with hooks' if hooked else ''}",
-                    allowed=f"a plain {kind.__name__}, as it is replaced by one that knows positions",
-                )
-        if isinstance(module, _REFUSED):
-            raise ModelError(
-                f"{name or 'the model'} is a {type(module).__name__}, which may mix tokens outside attention or draws "
-                "masks that know no position",
-                allowed="attention as in lss.AttentionLayer, nn.Dropout, and modules that work on each token alone",
-            )
+        yield from _of_module(name, module)
 
 
-def _check_table(name: str, table: nn.Embedding) -> None:
-    """Gradients of a table are summed over ranks as they are: an option that looks at a rank's own tokens is wrong."""
-    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(table, option):
-            raise ModelError(
-                f"{name} has {option}={getattr(table, option)}", allowed="an embedding without this option"
+def _of_layer(name: str, layer: nn.Module) -> Iterator[ModelError]:
+    bias = bias_of(layer)
+    if bias is not None and (isinstance(bias, Tensor) or not callable(bias)):
+        yield ModelError(
+            f"{name} has a bias without a rule for positions: a {type(bias).__name__}",
+            allowed="a function of the positions of queries and keys, such as those of lss.bias",
+        )
+    if mask_of(layer) is None:
+        yield ModelError(
+            f"{name} does not say who sees whom",
+            allowed="an attribute is_causal, True or False, or mask, an lss.masks.Mask",
+            remedy="see lss.AttentionLayer",
+        )
+
+
+def _of_module(name: str, module: nn.Module) -> Iterator[ModelError]:
+    kind = type(module).__name__
+    if isinstance(module, nn.Embedding):
+        # gradients of a table are summed over ranks as they are: what looks at a rank's own tokens is wrong
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                given = f"{name} has {option}={getattr(module, option)}"
+                yield ModelError(given, allowed="an embedding without this option")
+    if getattr(module, "dim", None) == 1 and isinstance(module, _OVER_A_DIM):
+        yield ModelError(f"{name} is a {kind} over dim 1, the tokens", allowed="dim=-1")
+    hooked = bool(module._forward_hooks or module._forward_pre_hooks)
+    for replaced in (nn.Dropout, LearnedPositions):
+        if isinstance(module, replaced) and (type(module) is not replaced or hooked):
+            yield ModelError(
+                f"{name} is a {kind}{' with hooks' if hooked else ''}",
+                allowed=f"a plain {replaced.__name__}, as it is replaced by one that knows positions",
             )
+    if isinstance(module, _REFUSED):
+        yield ModelError(
+            f"{name or 'the model'} is a {kind}, which may mix tokens outside attention or draws masks that know no "
+            "position",
+            allowed="attention as in lss.AttentionLayer, nn.Dropout, and modules that work on each token alone",
+        )

@@ -4,16 +4,24 @@
 """
 
 import random
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import lss
+from lss.attention.kernels import choice
+from lss.attention.kernels.flash_cpu import FLASH_CPU
+from lss.bias import RelativeBias
+from lss.errors import KernelError
 from lss.layout import Layout
-from lss.masks import Causal, Documents, Full, Mask
+from lss.masks import Causal, Documents, Full, Mask, Window
+from lss.models.gpt import Attention
+from lss.parallelize import full_gradients
 from tests.dense import MASKS, Case, matrix, over_ranks, reference
-from tests.models import assert_same
+from tests.models import assert_same, tiny_gpt, tokens_and_labels
 
 TOLERANCE = 1e-11
 
@@ -111,6 +119,85 @@ def test_cross_attention(ranks, name, keep, chunks):
     for found in ranks.run(crossing, 3, name, keep, chunks):
         for n, tensor in wanted.items():
             assert_same(found[n], tensor, n, TOLERANCE)
+
+
+class Odd(Attention):
+    """An attention layer that says all that a layer may say; its own forward is written out."""
+
+    def forward(self, x, positions):
+        query = self.project_query(x, positions)
+        key, value = self.project_key_value(x, positions)
+        index = torch.arange(x.size(1))
+        scores = query @ key.mT * self.scale + self.bias(index, index)
+        distance = index[:, None] - index
+        scores = scores.masked_fill((distance < 0) | (distance > 4), -torch.inf)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(x.size(0), -1, x.size(1), 1)
+        return self.project_output(torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ value)
+
+
+def odd_gpt():
+    model = tiny_gpt(13)
+    for block in model.blocks:
+        layer = block.attention
+        layer.__class__ = Odd
+        layer.mask, layer.scale = Causal() & Window(4), 0.3
+        layer.bias = RelativeBias(4, 8, 6).double()
+        layer.sinks = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+    return model
+
+
+def run_odd(gather: str) -> dict[str, torch.Tensor]:
+    mesh = lss.init_mesh(2, device="cpu")
+    model = lss.parallelize(odd_gpt(), mesh, gather=gather)
+    tokens, labels = tokens_and_labels(2, 13)
+    batch = lss.shard({"tokens": tokens, "labels": labels}, mesh, shift_labels=0)
+    logits = model(batch["tokens"], segment=batch["segment"])
+    count = lss.count_tokens(model, batch["labels"])
+    lss.token_mean_cross_entropy(logits, batch["labels"], count).backward()
+    lss.average_gradients(model)
+    return full_gradients(model)
+
+
+@pytest.mark.parametrize("gather", ["x", "kv", "separate"])
+def test_what_a_layer_says_is_honoured(ranks, gather):
+    model = odd_gpt()
+    tokens, labels = tokens_and_labels(2, 13)
+    F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+    for found in ranks.run(run_odd, 2, gather):
+        for name, weight in model.named_parameters():
+            assert_same(found[name], weight.grad, name)
+
+
+def narrow_values() -> torch.Tensor:
+    mesh = lss.init_mesh(2, device="cpu")
+    layout, rank = Layout.zigzag(9, 2), mesh.get_local_rank("sequence")
+    whole = torch.arange(216.0).view(3, 1, 2, 9, 4).sin()
+    query, key, value = (layout.shard(part, rank, dim=2, fill=0) for part in whole)
+    output = lss.attention(query, key, value[..., :3], mesh=mesh, layout=layout)
+    axis = lss.collectives.Axis.of(mesh, "sequence", lss.Ledger())
+    gathered = axis.all_gather(output.transpose(0, 2).contiguous(), layer="output", phase="step")
+    return layout.unshard(gathered, dim=0).transpose(0, 2)
+
+
+def test_values_of_another_width(ranks):
+    query, key, value = torch.arange(216.0).view(3, 1, 2, 9, 4).sin()
+    expected = F.scaled_dot_product_attention(query, key, value[..., :3])
+    for found in ranks.run(narrow_values, 2):
+        assert_same(found, expected, "output", 1e-5)
+
+
+def forced(rank_of_kernel: str) -> str:
+    """A kernel that takes no masks, forced where only some ranks have a block that a mask cuts through."""
+    maskless = replace(FLASH_CPU, name=rank_of_kernel, cannot=lambda needs: "it takes no mask" if needs.masks else "")
+    mesh = lss.init_mesh(4, device="cpu")
+    tensors = [torch.zeros(1, 1, 1024, 8) for _ in range(3)]
+    with patch.object(choice, "KERNELS", (maskless, choice.MATH)), pytest.raises(KernelError) as raised:
+        lss.attention(*tensors, mask=Causal() & Window(1024), mesh=mesh, kernel=rank_of_kernel)
+    return str(raised.value)
+
+
+def test_a_forced_kernel_is_refused_on_all_ranks_or_none(ranks):
+    assert all("it takes no mask" in said for said in ranks.run(forced, 4, "flash"))
 
 
 def test_every_mask_differs_from_every_other():

@@ -8,10 +8,11 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import lss
+from lss.attention import Schedule
 from lss.bias import Alibi, DenseBias, RelativeBias
 from lss.errors import KernelError, LayoutError, MaskError
 from lss.layout import Layout
-from lss.masks import Causal, Dense, Documents, Full, Padding, Window
+from lss.masks import Causal, Dense, Documents, Full, Function, Padding, Prefix, Window
 from tests.models import assert_same
 
 
@@ -50,6 +51,84 @@ def test_many_blocks_cost_no_precision(kernel, dtype):
         (found - exact).abs().max().item() for found in (torchs, lss.attention(*tensors, mask=Causal(), kernel=kernel))
     ]
     assert 0 < errors[1] <= 2 * errors[0]
+
+
+# ways in which the numbers of a tensor [B, H, L, D] lie in memory
+STRIDES = {
+    "transposed": lambda part: part.mT.contiguous().mT,
+    "interleaved": lambda part: torch.stack((part, part, part), -1)[..., 1],
+    "reversed in batch and length": lambda part: part.transpose(0, 2).contiguous().transpose(0, 2),
+}
+
+
+@pytest.mark.parametrize("lie", STRIDES)
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+def test_tensors_may_lie_in_memory_as_they_do(kernel, lie):
+    tensors = inputs(9)
+    weight = torch.randn(2, 4, 9, 8, dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    actual = lss.attention(*map(STRIDES[lie], tensors), mask=Causal(), kernel=kernel)
+    assert_same(actual, expected, "output", 1e-12)
+    found, wanted = (torch.autograd.grad(output, tensors, STRIDES[lie](weight)) for output in (actual, expected))
+    for name, gradient, reference in zip(("query", "key", "value"), found, wanted, strict=True):
+        assert_same(gradient, reference, name, 1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+def test_a_dense_bias_hides_pairs(kernel):
+    tensors = inputs(600)
+    hidden = torch.full((600, 600), -torch.inf, dtype=torch.float64).triu(1) + torch.randn(600, 600).double()
+    hidden[5] = -torch.inf  # a query that sees nothing
+    expected = F.scaled_dot_product_attention(*tensors, attn_mask=hidden).nan_to_num(0.0)
+    actual = lss.attention(*tensors, bias=DenseBias(hidden), kernel=kernel)
+    assert_same(actual, expected, "output", 1e-12)
+    weight = torch.randn_like(expected)
+    visible = [0, *range(1, 5), *range(6, 600)]
+    wanted = F.scaled_dot_product_attention(tensors[0][:, :, visible], *tensors[1:], attn_mask=hidden[visible])
+    pairs = (actual, weight), (wanted, weight[:, :, visible])
+    found, references = (torch.autograd.grad(output, tensors, given) for output, given in pairs)
+    for name, gradient, reference in zip(("query", "key", "value"), found, references, strict=True):
+        assert_same(gradient, reference, name, 1e-12)
+
+
+def test_a_dense_mask_may_be_changed_in_place():
+    tensors, seen = inputs(8), torch.ones(8, 8).bool()
+    mask = Dense(seen)
+    first = lss.attention(*tensors, mask=mask)
+    seen.tril_()
+    assert_same(lss.attention(*tensors, mask=mask), lss.attention(*tensors, mask=Causal()), "output", 1e-12)
+    assert not torch.equal(first, lss.attention(*tensors, mask=mask))
+
+
+def test_autocast_costs_no_precision():
+    tensors = inputs(64, dtype=torch.bfloat16)
+    expected = lss.attention(*tensors, mask=Causal(), kernel="math")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(lss.attention(*tensors, mask=Causal(), kernel="math"), expected)
+
+
+def test_sinks_of_nothing():
+    tensors = inputs(4)
+    nothing = torch.full((4,), -torch.inf, dtype=torch.float64, requires_grad=True)
+    output = lss.attention(*tensors, mask=Padding((((1, 3),), ())), sinks=nothing)
+    assert output[1].abs().max() == 0
+    assert all(part.isfinite().all() for part in torch.autograd.grad(output.sum(), [*tensors, nothing]))
+
+
+def test_alibi_counts_distances_to_both_sides():
+    index = torch.arange(5)
+    slopes = torch.tensor([2.0 ** -(8 * head / 4) for head in (1, 2, 3, 4)], dtype=torch.float64)
+    wanted = torch.tensor([[-abs(i - j) for j in range(5)] for i in range(5)]) * slopes.view(4, 1, 1)
+    assert_same(Alibi.of(4)(index, index), wanted, "bias", 1e-15)
+
+
+def test_padding_of_a_mask():
+    assert Padding.of(torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 0, 0]])) == Padding((((1, 3), (4, 5)), ()))
+
+
+def test_chunks_are_never_kept():
+    assert Schedule(keep=True).keeps
+    assert not Schedule(keep=True, chunks=2).keeps
 
 
 def test_values_of_another_width():
@@ -126,18 +205,54 @@ REFUSALS = {
     "attention.kernel = 'flesh'": lambda q, k, v: lss.attention(q, k, v, kernel="flesh"),
     "'cudnn': it runs on cuda, and tensors are on cpu": lambda q, k, v: lss.attention(q, k, v, kernel="cudnn"),
     "a bias without a rule for positions": lambda q, k, v: lss.attention(q, k, v, bias=torch.zeros(4, 6, 6)),
-    "a mask for 3 of 2 sequences": lambda q, k, v: lss.attention(q, k, v, mask=Padding((((0, 1),), ((0, 2),), ()))),
+    "padding of 3 sequences in a batch of 2": lambda q, k, v: lss.attention(
+        q, k, v, mask=Padding((((0, 1),), ((0, 2),), ()))
+    ),
+    "documents of 3 sequences in a batch of 2": lambda q, k, v: lss.attention(
+        q, k, v, mask=Documents((((0, 6),),) * 3)
+    ),
+    "prefixes of 3 sequences": lambda q, k, v: lss.attention(q, k, v, mask=Causal() | Prefix((1, 2, 3))),
+    "spans up to 7 in sequences of 6 tokens": lambda q, k, v: lss.attention(q, k, v, mask=Documents((((0, 7),),) * 2)),
+    "in order, none over another": lambda q, k, v: Documents((((3, 6), (0, 3)),)),
+    "spans ((0, 4), (3, 6))": lambda q, k, v: Padding((((0, 4), (3, 6)),)),
+    "spans of no sequence": lambda q, k, v: Documents(()),
+    "a dense mask of shape (4, 4) for 6 queries": lambda q, k, v: lss.attention(
+        q, k, v, mask=Dense(torch.ones(4, 4) > 0)
+    ),
+    "a dense bias of shape (4, 4) for 6 queries": lambda q, k, v: lss.attention(
+        q, k, v, bias=DenseBias(torch.ones(4, 4))
+    ),
+    "a mask function that returns torch.float32": lambda q, k, v: lss.attention(
+        q, k, v, mask=Function(lambda a, b: torch.where(b <= a, 0.0, -torch.inf))
+    ),
+    "Tensor as a mask": lambda q, k, v: lss.attention(q, k, v, mask=torch.ones(6, 6).bool()),
+    "Causal as a mask": lambda q, k, v: lss.attention(q, k, v, mask=Causal),
+    "str as a mask": lambda q, k, v: Causal() & "causal",
+    "is no parameter of it": lambda q, k, v: lss.attention(q, k, v, bias=RelativeBias(4).double().forward),
+    "a bias of shape (3, 2, 3)": lambda q, k, v: lss.attention(q, k, v, bias=Alibi.of(3)),
+    "a bias that returns torch.float64 (2, 3)": lambda q, k, v: lss.attention(
+        q, k, v, bias=lambda a, b: (a[:, None] - b).double()
+    ),
+    "a bias that returns torch.int64": lambda q, k, v: lss.attention(q, k, v, bias=lambda a, b: (a[:, None] - b)[None]),
+    "slopes for 0 heads": lambda q, k, v: Alibi.of(0),
+    "8 buckets up to a distance of 2": lambda q, k, v: RelativeBias(4, 8, 2),
+    "sinks of shape (3,)": lambda q, k, v: lss.attention(q, k, v, sinks=torch.zeros(3)),
+    "['torch.int64', 'torch.int64', 'torch.int64']": lambda q, k, v: lss.attention(q.long(), k.long(), v.long()),
+    "'torch.complex128'": lambda q, k, v: lss.attention(*(part + 0j for part in (q, k, v))),
+    "(2, 4, 6, 0)]": lambda q, k, v: lss.attention(q, k, v[..., :0]),
+    "query, key and value of shapes [(4,), (4,), (4,)]": lambda q, k, v: lss.attention(*[torch.zeros(4)] * 3),
+    "spans that hold every token once": lambda q, k, v: Layout(6, (((0, 4),), ((3, 6),))),
     "a mask for 2 of 4 heads": lambda q, k, v: lss.attention(q, k, v, mask=Dense(torch.ones(2, 2, 6, 6).bool())),
     "a dense mask of torch.float64": lambda q, k, v: Dense(torch.zeros(6, 6).double()),
     "a dense bias of torch.int64": lambda q, k, v: DenseBias(torch.zeros(6, 6).long()),
     "a window of -1": lambda q, k, v: Window(-1),
     "a padding mask of shape (3,)": lambda q, k, v: Padding.of(torch.ones(3)),
     "query, key and value of shapes": lambda q, k, v: lss.attention(q, k[:, :3], v[:, :3]),
-    "one dtype": lambda q, k, v: lss.attention(q, k.float(), v),
+    "['torch.float64', 'torch.float32', 'torch.float64']": lambda q, k, v: lss.attention(q, k.float(), v),
     "a query of 6 slots": lambda q, k, v: lss.attention(q, k, v, layout=Layout.contiguous(7, 1)),
     "gather='x'": lambda q, k, v: lss.attention(q, k, v, gather="x"),
     "chunks=0": lambda q, k, v: lss.attention(q, k, v, chunks=0),
-    "masks of 2 and of 3 sequences": lambda q, k, v: lss.attention(
+    "padding of 3 sequences": lambda q, k, v: lss.attention(
         q, k, v, mask=Padding((((0, 1),), ())) & Padding((((0, 1),), (), ()))
     ),
 }

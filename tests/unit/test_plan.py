@@ -139,3 +139,15 @@ def test_masks_combine_without_tensors():
     assert (Full() & Padding((((0, 5),),))).view(0, (0, 9), (5, 9)) is View.EMPTY
     assert Function(lambda q, k: q == k).view(0, (0, 2), (2, 4)) is View.EMPTY
     assert Dense(torch.ones(4, 4).bool()).view(0, (0, 4), (0, 4)) is View.FULL
+
+
+def test_a_scattered_mask_keeps_large_blocks():
+    layout = Layout.contiguous(1024, 1)
+    scattered = Dense(torch.rand(1024, 1024, generator=torch.Generator().manual_seed(0)) > 0.5)
+    assert len(plan(scattered, 1, layout, layout, 0, FLASH_CPU.limits).blocks) == 4
+
+
+def test_blocks_end_where_documents_do():
+    documents = Documents(drawn(8192, 0))
+    found = plan(documents, 1, Layout.contiguous(8192, 1), Layout.contiguous(8192, 1), 0, FLASH_CPU.limits)
+    assert len(found.blocks) <= 2 * len(documents.queries[0])

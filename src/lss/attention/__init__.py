@@ -2,7 +2,7 @@
 
 from lss.attention.functional import attention
 from lss.attention.kernels import KernelName
-from lss.attention.layer import AttentionLayer, DistributedAttention, Route, mask_of
+from lss.attention.layer import AttentionLayer, DistributedAttention, Route, bias_of, mask_of
 from lss.attention.schedule import Schedule
 from lss.attention.sources import GATHERS, Gather
 
@@ -15,5 +15,6 @@ __all__ = [
     "Route",
     "Schedule",
     "attention",
+    "bias_of",
     "mask_of",
 ]

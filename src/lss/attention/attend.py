@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lss.attention.blocks import Gradients, Output, Work, wide_zeros
-from lss.attention.kernels import Needs
+from lss.attention.kernels import Needs, dense
 from lss.attention.plan import Chunk, Plan, Run
 from lss.attention.sources import Source
 from lss.collectives import Axis
+from lss.errors import LayoutError
 from lss.layout import Layout
 
 
@@ -66,10 +67,10 @@ class Call:
     ) -> Iterator[tuple[Chunk, list[Tensor]]]:
         chunks = self.plan.chunks
         for index, chunk in enumerate(chunks):
-            gathered = [wait() for wait in pending.pop()]
+            waits = pending.pop()
             for following in chunks[index + 1 : index + 2]:
                 pending.append(self._send(following, messages, phase))
-            yield chunk, gathered
+            yield chunk, [wait() for wait in waits]
 
     def _send(self, chunk: Chunk, messages: list[Tensor], phase: str) -> list[Callable[[], Tensor]]:
         parts = (message[chunk.start : chunk.stop] for message in messages)
@@ -96,8 +97,15 @@ def attend(
 
     Returns:
         [B, H, S, D], in the dtype of `query`; zeros for queries that see no key.
+
+    Raises:
+        LayoutError: Sinks do not fit.
     """
-    given = (query, key, value, sinks, *inputs, *call.work.learned)
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise LayoutError(
+            f"{call.name} has sinks of shape {tuple(sinks.shape)}", allowed=f"[{query.size(1)}], one a head"
+        )
+    given = (dense(query), key, value, sinks, *inputs, *call.work.learned)
     output: Tensor = _Attend.apply(call, len(inputs), *given)  # type: ignore[no-untyped-call]
     return output
 
@@ -142,7 +150,7 @@ class _Attend(torch.autograd.Function):
         inputs, kept = tuple(rest[: ctx.num_inputs]), rest[ctx.num_inputs :]
         if key is None:
             key, value = call.own_key_value(kept)
-        back = Gradients(call.work, query, output, log_sum_exp, gradients[0])
+        back = Gradients(call.work, query, output, log_sum_exp, dense(gradients[0]))
         of_key, of_value = wide_zeros(key), wide_zeros(value)
         returned = _Returned(call, [None] * ctx.num_inputs)
         if call.keep:
@@ -177,6 +185,7 @@ class _Returned:
         for chunk, gathered in arriving:
             with torch.autocast(*autocast):
                 sums = self._of_chunk(chunk, gathered, back)
+            del gathered  # before memory is taken for what is sent
             self._receive()
             self.pending = [axis.start_reduce_scatter(total, layer=name, phase="backward") for total in sums]
 

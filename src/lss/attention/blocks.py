@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lss.attention.kernels import Kernel, Operands
+from lss.attention.kernels import Kernel, Operands, dense
 from lss.attention.plan import Block
 from lss.bias import Bias, learned_of
 from lss.context import wide, wide_dtype
@@ -85,14 +85,17 @@ class Output:
 
     def add(self, work: Work, blocks: Iterable[Block], query: Tensor, key: Tensor, value: Tensor) -> None:
         """Take in some blocks of keys and values, [B, K, T, D]."""
+        key, value = dense(key), dense(value)
         for block in blocks:
-            output, log_sum_exp = work.kernel_of(block).forward(work.operands(block, query, key, value))
+            with torch.autocast(query.device.type, enabled=False):
+                output, log_sum_exp = work.kernel_of(block).forward(work.operands(block, query, key, value))
             merge_(block.of_queries(self.values), block.of_queries(self.log_sum_exp), output, log_sum_exp)
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Take in one score a head, [H], that has no value: softmax adds up to less than one."""
         total = torch.logaddexp(self.log_sum_exp, sinks.to(self.log_sum_exp.dtype).view(-1, 1))
-        self.values *= (self.log_sum_exp - total).exp().unsqueeze(-1)
+        share = (self.log_sum_exp - total).exp().nan_to_num_(0.0)  # neither a key nor a sink: -inf - -inf
+        self.values *= share.unsqueeze(-1)
         self.log_sum_exp = total
 
 
@@ -129,10 +132,12 @@ class Gradients:
 
     def add(self, blocks: Iterable[Block], key: Tensor, value: Tensor, of_key: Tensor, of_value: Tensor) -> None:
         """Take back some blocks of keys and values; their gradients are added to `of_key` and `of_value`."""
+        key, value = dense(key), dense(value)
         for block in blocks:
             rows = (block.of_queries(tensor) for tensor in (self.gradient, self.output, self.log_sum_exp))
-            given = self.work.operands(block, self.query, key, value)
-            to_query, to_key, to_value, to_bias = self.work.kernel_of(block).backward(given, *rows)
+            with torch.autocast(self.query.device.type, enabled=False):
+                given = self.work.operands(block, self.query, key, value)
+                to_query, to_key, to_value, to_bias = self.work.kernel_of(block).backward(given, *rows)
             block.of_queries(self.of_query).add_(to_query)
             block.of_keys(of_key).add_(to_key)
             block.of_keys(of_value).add_(to_value)
@@ -141,13 +146,13 @@ class Gradients:
 
     def of_sinks(self, sinks: Tensor) -> Tensor:
         """[H]: a sink's weight times its gradient, which is minus the row's sum of output times gradient."""
-        weights = (sinks.to(self.log_sum_exp.dtype).view(-1, 1) - self.log_sum_exp).exp()
+        weights = (sinks.to(self.log_sum_exp.dtype).view(-1, 1) - self.log_sum_exp).exp().nan_to_num(0.0)
         row = (wide(self.gradient) * wide(self.output)).sum(-1)
         return -(weights * row).sum((0, 2)).to(sinks.dtype)
 
     def _add_to_bias(self, block: Block, gradient: Tensor) -> None:
         assert self.work.bias is not None
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(self.query.device.type, enabled=False):
             values = self.work.bias(*(_positions(piece, self.query.device) for piece in (block.queries, block.keys)))
         parts = torch.autograd.grad(values, self.work.learned, gradient.to(values.dtype), allow_unused=True)
         for total, part in zip(self.of_bias, parts, strict=True):

@@ -11,6 +11,7 @@ from lss.attention.schedule import Scene, Schedule, prepare
 from lss.attention.sources import Gather, KeyValue
 from lss.bias import Bias
 from lss.collectives import Axis
+from lss.compiled import eager
 from lss.errors import LayoutError
 from lss.layout import Layout
 from lss.ledger import Ledger
@@ -18,6 +19,7 @@ from lss.masks import Full, Mask
 from lss.mesh import SEQUENCE
 
 
+@eager
 def attention(
     query: Tensor,
     key: Tensor,
@@ -75,26 +77,30 @@ def attention(
         torch.Size([1, 4, 10, 8])
     """
     axis = Axis.of(mesh, SEQUENCE, ledger or Ledger())
+    _check_shapes(query, key, value)
+    mask = Full() if mask is None else mask
     queries = layout or Layout.contiguous(query.size(-2) * axis.size, axis.size)
     keys = key_layout or (queries if layout or query.size(-2) == key.size(-2) else None)
     keys = keys or Layout.contiguous(key.size(-2) * axis.size, axis.size)
-    _check(query, key, value, queries, keys, axis, gather)
-    scene = Scene(mask or Full(), queries, keys, scale, bias)
-    schedule, source = Schedule(gather, kernel, keep, chunks), KeyValue(gather == "separate")
-    call = prepare(schedule, scene, (query, key, value), source, axis, name, {})
+    _check_layouts(query, key, queries, keys, axis, gather)
+    scene = Scene(mask, queries, keys, scale, bias)
+    separate = gather == "separate" or key.size(-1) != value.size(-1)  # what is packed has one width
+    schedule, source = Schedule(gather, kernel, keep, chunks), KeyValue(separate)
+    call = prepare(schedule, scene, (query, key, value), source, axis, name)
     return attend(query, key, value, call, sinks)
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, queries: Layout, keys: Layout, axis: Axis, gather: Gather
-) -> None:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
-    fits = all(len(shape) == 4 for shape in shapes) and shapes[1][:3] == shapes[2][:3]
+    fits = all(len(shape) == 4 and min(shape[1:]) for shape in shapes) and shapes[1][:3] == shapes[2][:3]
     if not fits or shapes[0][0] != shapes[1][0] or shapes[0][1] % shapes[1][1] or shapes[0][3] != shapes[1][3]:
         raise LayoutError(
             f"query, key and value of shapes {shapes}",
             allowed="[B, H, S, D], [B, K, T, D] and [B, K, T, any width], H a multiple of K",
         )
+
+
+def _check_layouts(query: Tensor, key: Tensor, queries: Layout, keys: Layout, axis: Axis, gather: Gather) -> None:
     for what, tensor, layout in (("query", query, queries), ("key", key, keys)):
         if (tensor.size(2), axis.size) != (layout.segment_length, layout.num_ranks):
             raise LayoutError(
@@ -105,5 +111,3 @@ def _check(
             )
     if gather not in ("kv", "separate"):
         raise LayoutError(f"gather={gather!r}", allowed="kv or separate: there is no layer whose input could travel")
-    if len({tensor.dtype for tensor in (query, key, value)}) > 1:
-        raise LayoutError(f"query, key and value of {[t.dtype for t in (query, key, value)]}", allowed="one dtype")

@@ -51,11 +51,17 @@ class AttentionLayer(Protocol):
         """[B, H, S, D] to [B, S, E]."""
 
 
+def bias_of(layer: nn.Module) -> Bias | None:
+    """What a layer adds to its scores; a flag of this name, as layers have for their projections, is none."""
+    bias = getattr(layer, "bias", None)
+    return None if isinstance(bias, bool) else bias
+
+
 def mask_of(layer: nn.Module) -> Mask | None:
     """Who sees whom in a layer: its `mask`, or what `is_causal` says; None where it has neither."""
     mask = getattr(layer, "mask", None)
-    if isinstance(mask, Mask):
-        return mask
+    if mask is not None:
+        return mask if isinstance(mask, Mask) else None
     is_causal = getattr(layer, "is_causal", None)
     return (Causal() if is_causal else Full()) if isinstance(is_causal, bool) else None
 
@@ -115,7 +121,7 @@ class Route:
         scene = Scene(self._of_batch(mask), layout, layout, scale, bias, dropout)
         source = source or KeyValue(self.schedule.gather == "separate" or key.size(-1) != value.size(-1))
         tensors = (query, key, value)
-        call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name, context.plans)
+        call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name)
         if self.name not in context.choices:
             context.choices[self.name] = describe(call)
         return attend(*tensors, call, sinks, inputs)
@@ -169,7 +175,7 @@ class DistributedAttention:
             value,
             mask,
             scale=getattr(layer, "scale", None),
-            bias=getattr(layer, "bias", None),
+            bias=bias_of(cast(nn.Module, layer)),
             sinks=getattr(layer, "sinks", None),
             dropout=self.dropout if layer.training else None,
             source=source,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 from torch import Tensor
@@ -125,10 +126,13 @@ class Plan:
         return any(block.view is View.PARTIAL for block in self.blocks)
 
 
+@lru_cache(maxsize=256)
 def plan(
     mask: Mask, num_sequences: int, queries: Layout, keys: Layout, rank: int, limits: Limits, num_chunks: int = 1
 ) -> Plan:
     """Cut the work of `rank` into blocks that its kernel takes, as small at the edges of the mask as it pays.
+
+    Plans are kept: the same mask, layouts and limits give the same one again.
 
     Args:
         mask: Who sees whom.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from lss.attention.attend import Call
@@ -12,13 +12,14 @@ from lss.attention.blocks import Work
 from lss.attention.kernels import KernelName, Needs, choose, why
 from lss.attention.plan import Limits, Plan, plan
 from lss.attention.sources import GATHERS, Gather, Source
-from lss.bias import Bias, learned_of
+from lss.bias import Bias, learned_of, require_bias
 from lss.collectives import Axis
 from lss.dropout import Site
-from lss.errors import MaskError, ModelError
+from lss.errors import LayoutError, MaskError, ModelError
 from lss.layout import Layout
-from lss.masks import Mask
+from lss.masks import Mask, require_mask
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Biases are worked out for blocks of at most so many queries and keys.
 _BIASED = 512
 # Bytes a second between ranks, and operations a second of one rank; orders of magnitude, for `auto` alone.
@@ -83,7 +84,6 @@ def prepare(
     source: Source,
     axis: Axis,
     name: str,
-    plans: dict[Any, Plan],
 ) -> Call:
     """The call of `attend` for these queries, keys and values.
 
@@ -94,24 +94,28 @@ def prepare(
         source: What is gathered.
         axis: The sequence axis.
         name: Of the layer, for messages and the ledger.
-        plans: Plans made before.
 
     Raises:
         MaskError: The mask or the bias does not fit the tensors.
         KernelError: The kernel that was asked for cannot do it.
     """
     query = tensors[0]
-    _check(scene, query, name)
+    _check(scene, tensors, name)
     needs = _needs(scene, tensors)
 
     kernel = choose(schedule.kernel, needs)
-    layouts, limits = (scene.queries, scene.keys), _limits(kernel.limits, scene)
-    key = (scene.mask, query.size(0), *layouts, axis.rank, limits, schedule.chunks)
-    if key not in plans:
-        plans[key] = plan(*key)
-    needs = replace(needs, masks=plans[key].has_partial)
-    work = Work(kernel, choose(schedule.kernel, needs), scene.mask, scene.scale, scene.bias, scene.dropout)
-    return Call(work, plans[key], source, scene.keys, axis, name, schedule.keeps, needs)
+    limits = _limits(kernel.limits, scene)
+
+    def planned(rank: int) -> Plan:
+        return plan(scene.mask, query.size(0), scene.queries, scene.keys, rank, limits, schedule.chunks)
+
+    masked = replace(needs, masks=True)
+    if schedule.kernel != "auto" and kernel.refuses(masked):  # on all ranks or on none
+        masked = replace(needs, masks=any(planned(rank).has_partial for rank in range(axis.size)))
+    else:
+        masked = replace(needs, masks=planned(axis.rank).has_partial)
+    work = Work(kernel, choose(schedule.kernel, masked), scene.mask, scene.scale, scene.bias, scene.dropout)
+    return Call(work, planned(axis.rank), source, scene.keys, axis, name, schedule.keeps, masked)
 
 
 def describe(call: Call) -> str:
@@ -143,14 +147,13 @@ def fewest_seconds(x: Tensor, key: Tensor, value: Tensor, num_ranks: int) -> Gat
 
 
 def _needs(scene: Scene, tensors: tuple[Tensor, Tensor, Tensor]) -> Needs:
-    query, key, value = tensors
+    query, _, value = tensors
     return Needs(
         query.device,
         query.dtype,
         biases=scene.bias is not None,
         learns_bias=bool(learned_of(scene.bias)),
         drops_weights=scene.dropout is not None,
-        is_grouped=query.size(1) != key.size(1),
         head_width=query.size(-1),
         value_width=value.size(-1),
     )
@@ -164,16 +167,20 @@ def _limits(limits: Limits, scene: Scene) -> Limits:
     return replace(limits, queries=queries, keys=keys, joined=False)
 
 
-def _check(scene: Scene, query: Tensor, name: str) -> None:
-    for what, size, wanted in (
-        ("sequences", query.size(0), scene.mask.num_rows),
-        ("heads", query.size(1), scene.mask.num_heads),
-    ):
-        if wanted not in (0, size):
-            raise MaskError(f"{name} has a mask for {wanted} of {size} {what}", allowed=f"{size}, or one for all")
-    if scene.bias is not None and (isinstance(scene.bias, Tensor) or not callable(scene.bias)):
-        raise MaskError(
-            f"{name} has a bias without a rule for positions: a {type(scene.bias).__name__}",
-            allowed="a function of the positions of queries and keys, such as those of lss.bias",
-            remedy="wrap a whole tensor [H, L, L] as lss.bias.DenseBias",
+def _check(scene: Scene, tensors: tuple[Tensor, Tensor, Tensor], name: str) -> None:
+    query = tensors[0]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or query.dtype not in _DTYPES:
+        raise LayoutError(
+            f"{name} has queries, keys and values of {[str(tensor.dtype) for tensor in tensors]}",
+            allowed=f"one of {', '.join(map(str, _DTYPES))}",
         )
+    require_mask(scene.mask)
+    scene.mask.check(query.size(0), scene.queries.length, scene.keys.length)
+    if scene.mask.num_heads not in (0, query.size(1)):
+        raise MaskError(
+            f"{name} has a mask for {scene.mask.num_heads} of {query.size(1)} heads",
+            allowed=f"{query.size(1)}, or one for all",
+        )
+    if scene.bias is not None:
+        require_bias(scene.bias, query.size(1), scene.queries.length, scene.keys.length)

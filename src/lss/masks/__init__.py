@@ -6,7 +6,7 @@ neither: which pairs exactly (`pairs`)? Positions are indices in the whole seque
 """
 
 from lss.masks.band import Causal, Full, Window
-from lss.masks.base import Both, Either, Mask, View
+from lss.masks.base import Both, Either, Mask, View, require_mask
 from lss.masks.pairs import Dense, Function
 from lss.masks.spans import Documents, Padding, Prefix
 
@@ -23,4 +23,5 @@ __all__ = [
     "Prefix",
     "View",
     "Window",
+    "require_mask",
 ]

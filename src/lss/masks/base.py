@@ -45,6 +45,9 @@ class Mask:
         """Positions inside of `span` where blocks are best cut: there another document begins, say."""
         return []
 
+    def check(self, num_sequences: int, num_queries: int, num_keys: int) -> None:
+        """Raise MaskError unless the mask is one of so many sequences, queries and keys."""
+
     def __and__(self, other: Mask) -> Mask:
         """Pairs of both."""
         return Both(self, other)
@@ -60,6 +63,15 @@ class _Pair(Mask):
 
     one: Mask
     other: Mask
+
+    def __post_init__(self) -> None:
+        for part in (self.one, self.other):
+            require_mask(part)
+
+    def check(self, num_sequences: int, num_queries: int, num_keys: int) -> None:
+        """Both."""
+        for part in (self.one, self.other):
+            part.check(num_sequences, num_queries, num_keys)
 
     @property
     def num_rows(self) -> int:
@@ -113,3 +125,20 @@ def _common(what: str, one: int, other: int) -> int:
     if one and other and one != other:
         raise MaskError(f"masks of {one} and of {other} {what}", allowed="one number of them")
     return one or other
+
+
+def require_mask(given: object) -> None:
+    """Raise MaskError unless it is a mask."""
+    if not isinstance(given, Mask):
+        name = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise MaskError(
+            f"{name} as a mask",
+            allowed="an object of lss.masks, such as Causal() or Causal() & Window(1023)",
+            remedy="wrap a boolean tensor as lss.masks.Dense, a function of positions as lss.masks.Function",
+        )
+
+
+def require_sequences(what: str, number: int, num_sequences: int) -> None:
+    """Raise MaskError unless a mask that says something of each sequence does so for all of them."""
+    if number != num_sequences:
+        raise MaskError(f"{what} of {number} sequences in a batch of {num_sequences}", allowed="one for each sequence")

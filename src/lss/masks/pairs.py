@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lss.documents import Span
 from lss.errors import MaskError
-from lss.masks.base import Mask, View
+from lss.masks.base import Mask, View, require_sequences
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Function(Mask):
     """Any function of global positions.
 
     Args:
-        sees: Queries [S, 1] and keys [1, T], int64, to bool [S, T]. It is also asked on the host, once for each block
-            that a plan looks at, so that it costs L^2 evaluations a plan, which is kept while batches are alike.
+        sees: Queries [S, 1] and keys [1, T], int64, to bool [S, T]. It is also asked on the host, for each block that
+            a plan looks at: some ten times L^2 evaluations a plan, which is kept while masks and layouts are the same.
     """
 
     sees: Callable[[Tensor, Tensor], Tensor]
@@ -30,12 +30,19 @@ class Function(Mask):
 
     def pairs(self, row: int, queries: Tensor, keys: Tensor) -> Tensor:
         """What the function says."""
-        return self.sees(queries[:, None], keys[None, :]).expand(len(queries), len(keys))
+        found = self.sees(queries[:, None], keys[None, :])
+        if not isinstance(found, Tensor) or found.dtype != torch.bool:
+            raise MaskError(
+                f"a mask function that returns {getattr(found, 'dtype', type(found).__name__)}",
+                allowed="a boolean tensor [S, T], true where a query sees a key",
+                remedy="what is added to scores is a bias: see lss.bias",
+            )
+        return found.expand(len(queries), len(keys))
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """A mask given as a whole tensor.
+    """A mask given as a whole tensor. It may be changed in place between calls.
 
     Args:
         tensor: bool [L_query, L_key], [B or 1, L_query, L_key] or [B or 1, H or 1, L_query, L_key], true where a query
@@ -51,6 +58,19 @@ class Dense(Mask):
                 allowed="bool [L_query, L_key], [B, L_query, L_key] or [B, H, L_query, L_key]",
                 remedy="an additive mask is a bias: give it as lss.bias.DenseBias",
             )
+
+    def __hash__(self) -> int:
+        return hash((id(self), self.tensor._version))  # plans are kept by it
+
+    def check(self, num_sequences: int, num_queries: int, num_keys: int) -> None:
+        """Its size."""
+        if self.tensor.shape[-2:] != (num_queries, num_keys):
+            raise MaskError(
+                f"a dense mask of shape {tuple(self.tensor.shape)} for {num_queries} queries and {num_keys} keys",
+                allowed=f"[..., {num_queries}, {num_keys}], of the whole sequences",
+            )
+        if self.num_rows:
+            require_sequences("a dense mask", self.num_rows, num_sequences)
 
     @property
     def num_rows(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from lss.documents import Documents as Spans
 from lss.documents import Span
 from lss.errors import MaskError
-from lss.masks.base import Mask, View
+from lss.masks.base import Mask, View, require_sequences
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,19 @@ class Documents(Mask):
 
     queries: Spans
     keys: Spans | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "queries", _spans_of(self.queries))
+        if self.keys is not None:
+            object.__setattr__(self, "keys", _spans_of(self.keys))
+            if len(self.keys) != len(self.queries):
+                raise MaskError(f"documents of {len(self.queries)} sequences of queries and {len(self.keys)} of keys")
+
+    def check(self, num_sequences: int, num_queries: int, num_keys: int) -> None:
+        """Spans end in the sequence."""
+        require_sequences("documents", len(self.queries), num_sequences)
+        _require_inside(self.queries, num_queries)
+        _require_inside(self.keys or self.queries, num_keys)
 
     @cached_property
     def num_rows(self) -> int:
@@ -73,6 +87,15 @@ class Prefix(Mask):
 
     length: int | tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.length, int):
+            object.__setattr__(self, "length", tuple(self.length))
+
+    def check(self, num_sequences: int, num_queries: int, num_keys: int) -> None:
+        """One number a sequence, or one for all."""
+        if not isinstance(self.length, int):
+            require_sequences("prefixes", len(self.length), num_sequences)
+
     @property
     def num_rows(self) -> int:
         """Number of sequences, or 0."""
@@ -104,6 +127,14 @@ class Padding(Mask):
     """
 
     spans: Spans
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", _spans_of(self.spans))
+
+    def check(self, num_sequences: int, num_queries: int, num_keys: int) -> None:
+        """Spans end in the sequence."""
+        require_sequences("padding", len(self.spans), num_sequences)
+        _require_inside(self.spans, num_keys)
 
     @classmethod
     def of(cls, mask: Tensor) -> Padding:
@@ -138,6 +169,24 @@ class Padding(Mask):
             return []
         first, last = _touched(self.spans[row], span)
         return sorted(edge for document in self.spans[row][first:last] for edge in document if span[0] < edge < span[1])
+
+
+def _spans_of(given: Iterable[Iterable[Iterable[int]]]) -> Spans:
+    """As tuples; in order, none over another."""
+    found = tuple(tuple((int(start), int(stop)) for start, stop in row) for row in given)
+    for row in found:
+        edges = [edge for span in row for edge in span]
+        if edges != sorted(edges) or any(start < 0 or start >= stop for start, stop in row):
+            raise MaskError(f"spans {row}", allowed="spans (start, stop) of tokens, in order, none over another")
+    if not found:
+        raise MaskError("spans of no sequence", allowed="spans for each sequence of the batch")
+    return found
+
+
+def _require_inside(spans: Spans, length: int) -> None:
+    last = max((row[-1][1] for row in spans if row), default=0)
+    if last > length:
+        raise MaskError(f"spans up to {last} in sequences of {length} tokens", allowed=f"spans up to {length}")
 
 
 def _touched(spans: tuple[Span, ...], span: Span) -> tuple[int, int]:

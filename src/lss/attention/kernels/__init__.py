@@ -1,6 +1,6 @@
 """Kernels of attention: each gives the output and the log-sum-exp of its rows, and a backward that takes both."""
 
-from lss.attention.kernels.base import Kernel, Needs, Operands
+from lss.attention.kernels.base import Kernel, Needs, Operands, dense
 from lss.attention.kernels.choice import KERNELS, KernelName, choose, why
 
-__all__ = ["KERNELS", "Kernel", "KernelName", "Needs", "Operands", "choose", "why"]
+__all__ = ["KERNELS", "Kernel", "KernelName", "Needs", "Operands", "choose", "dense", "why"]

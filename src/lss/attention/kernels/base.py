@@ -70,7 +70,6 @@ class Needs:
         biases: Whether scores are biased.
         learns_bias: Whether the bias needs a gradient.
         drops_weights: Whether attention weights are dropped.
-        is_grouped: Whether several query heads share keys.
         head_width: D of queries and keys.
         value_width: D of values.
     """
@@ -81,7 +80,6 @@ class Needs:
     biases: bool = False
     learns_bias: bool = False
     drops_weights: bool = False
-    is_grouped: bool = False
     head_width: int = 64
     value_width: int = 64
 
@@ -115,7 +113,12 @@ class Kernel:
 
 
 def without_keys(given: Operands, log_sum_exp: Tensor) -> Tensor:
-    """The log-sum-exp with -inf for queries that the mask lets see no key, where kernels say something else."""
-    if given.mask is None:
+    """The log-sum-exp with -inf for queries that mask and bias let see no key, where kernels say something else."""
+    if given.added is None:
         return log_sum_exp
-    return log_sum_exp.masked_fill(~given.mask.any(-1), -torch.inf)
+    return log_sum_exp.masked_fill((given.added == -torch.inf).all(-1), -torch.inf)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """With the features of a token next to each other in memory, which kernels take for granted."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
