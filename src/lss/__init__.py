@@ -5,6 +5,7 @@ from lss.attention import AttentionLayer, attention
 from lss.batch import Segment, shard, unshard
 from lss.context import context_of
 from lss.errors import LssError
+from lss.explain import explain
 from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm
 from lss.layout import Layout
 from lss.ledger import Ledger
@@ -27,6 +28,7 @@ __all__ = [
     "clip_gradient_norm",
     "context_of",
     "count_tokens",
+    "explain",
     "full_gradients",
     "full_state_dict",
     "gradient_norm",

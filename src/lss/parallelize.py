@@ -14,7 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lss.adapters import transformers
 from lss.adapters.losses import with_whole_losses
-from lss.attention import AttentionLayer, DistributedAttention, Gather, KernelName, Route, Schedule
+from lss.attention import (
+    AttentionLayer,
+    DistributedAttention,
+    Gather,
+    KernelName,
+    Route,
+    Schedule,
+    attention_layers,
+)
 from lss.collectives import Axis
 from lss.compiled import eager
 from lss.context import SequenceContext, attach
@@ -26,7 +34,7 @@ from lss.ledger import Ledger
 from lss.mesh import DATA, SEQUENCE
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
-from lss.refusals import PROJECTIONS, refusals
+from lss.refusals import refusals
 
 Model = TypeVar("Model", bound=nn.Module)
 Module = TypeVar("Module", bound=nn.Module)
@@ -84,7 +92,7 @@ def parallelize(
     """
     layers = attention_layers(model)
     schedule = Schedule(gather, kernel, keep, chunks)
-    for refusal in refusals(model, layers, is_adapted=transformers.is_pretrained(model)):
+    for refusal in refusals(model):
         raise refusal
     ledger = Ledger()
     sequence, data = (Axis.of(mesh, name, ledger, ordered=ordered) for name in (SEQUENCE, DATA))
@@ -150,15 +158,6 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, ShardedPositions) and module.weight.grad is not None:
             gradients[f"{name}.weight"] = module.whole(module.weight.grad)
     return gradients
-
-
-def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that follow `AttentionLayer`, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if all(callable(getattr(module, projection, None)) for projection in PROJECTIONS)
-    }
 
 
 def _send_weights(model: nn.Module, context: SequenceContext) -> None:

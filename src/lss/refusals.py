@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
-from lss.attention import bias_of, mask_of
+from lss.adapters import transformers
+from lss.attention import PROJECTIONS, attention_layers, bias_of, mask_of
 from lss.context import is_parallelized
 from lss.errors import ModelError
 from lss.models.positions import LearnedPositions
@@ -44,21 +45,14 @@ _REFUSED: tuple[type[nn.Module], ...] = (
     nn.Dropout3d,
 )
 _OVER_A_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
-# What an attention layer must have, see lss.AttentionLayer.
-PROJECTIONS = ("project_query", "project_key_value", "project_output")
 
 
-def refusals(model: nn.Module, layers: dict[str, nn.Module], *, is_adapted: bool) -> Iterator[ModelError]:
-    """Everything in the model that would be computed wrongly, by its name.
-
-    Args:
-        model: A plain model.
-        layers: Its attention layers.
-        is_adapted: Whether an adapter knows its attention, so that it needs no such layer.
-    """
+def refusals(model: nn.Module) -> Iterator[ModelError]:
+    """Everything in a plain model that would be computed wrongly, by its name."""
+    layers, is_pretrained = attention_layers(model), transformers.is_pretrained(model)
     if is_parallelized(model):
         yield ModelError("a model that is parallelized already", remedy="parallelize it once")
-    if not layers and not is_adapted:
+    if not layers and not is_pretrained:
         yield ModelError(
             f"no attention layer was found in {type(model).__name__}",
             allowed="modules with the methods " + ", ".join(PROJECTIONS),
@@ -68,6 +62,8 @@ def refusals(model: nn.Module, layers: dict[str, nn.Module], *, is_adapted: bool
         yield from _of_layer(name, layer)
     for name, module in model.named_modules():
         yield from _of_module(name, module)
+    if is_pretrained:
+        yield from transformers.refusals(model)
 
 
 def _of_layer(name: str, layer: nn.Module) -> Iterator[ModelError]:

@@ -7,7 +7,7 @@ one of this name. Both are registered here, and find their way by what `parallel
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from inspect import getclosurevars, signature, unwrap
 from itertools import count
@@ -47,6 +47,36 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def refusals(model: nn.Module) -> Iterator[ModelError]:
+    """What of a model of transformers would be computed wrongly."""
+    modules = attention_modules(model)
+    own = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Attention")
+        and name not in modules
+        and not any(other.startswith(f"{name}.") for other in modules)
+    ]
+    if own or not modules:
+        yield ModelError(
+            f"{own[0] if own else type(model).__name__} computes attention without the library's interface",
+            allowed="models whose attention calls ALL_ATTENTION_FUNCTIONS",
+            remedy="bring its attention modules into the form of lss.AttentionLayer",
+        )
+    if "position_ids" not in signature(model.forward).parameters:
+        yield ModelError(
+            f"{type(model).__name__} takes no position_ids, so its positions cannot be made global",
+            allowed="models that take position_ids",
+        )
+    pooling = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Pooler", "Pooling"))]
+    if pooling or not type(model).__name__.endswith(_TOKEN_HEADS):
+        yield ModelError(
+            f"{pooling[0] if pooling else type(model).__name__} makes one output of a whole sequence",
+            allowed=f"outputs of single tokens: models named ...{', ...'.join(_TOKEN_HEADS)}",
+            remedy="add_pooling_layer=False, where the pooled output is not needed",
+        )
+
+
 def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: count[int]) -> None:
     """Have the model's attention go over segments, in place.
 
@@ -56,17 +86,13 @@ def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: count
         schedule: How attention is computed.
         sites: Numbers of the places of dropout.
 
-    Raises:
-        ModelError: The model has an attention of its own, or positions that it cannot be told.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  (an optional dependency)
 
-    modules = attention_modules(model)
-    _check(model, modules)
     AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, mask)
     model.set_attn_implementation(_NAME)
-    for name, module in modules.items():
+    for name, module in attention_modules(model).items():
         setattr(module, _ROUTE, (Route(context, schedule, name), Site(name, 0.0, next(sites), context)))
     for part in model.modules():
         if hasattr(part, "config") and getattr(part.config, "use_cache", False):
@@ -144,8 +170,7 @@ def _rule(function: Callable[..., Any]) -> Mask:
         case "remap_positions_for_packed_sequence":
             return _rule(held["mask_function"])
         case "and_masks" | "or_masks":
-            parts = [_rule(part) for part in held["mask_functions"]]
-            return reduce(and_ if name == "and_masks" else or_, (part for part in parts if part != Full()), Full())
+            return reduce(and_ if name == "and_masks" else or_, map(_rule, held["mask_functions"]))
     raise MaskError(
         f"the model masks by the rule {function.__qualname__}",
         allowed="causal, bidirectional and sliding windows",
@@ -161,34 +186,6 @@ def _route(module: nn.Module) -> tuple[Route, Site]:
         )
     found: tuple[Route, Site] = vars(module)[_ROUTE]
     return found
-
-
-def _check(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    own = [
-        name
-        for name, module in model.named_modules()
-        if type(module).__name__.endswith("Attention")
-        and name not in modules
-        and not any(other.startswith(f"{name}.") for other in modules)
-    ]
-    if own or not modules:
-        raise ModelError(
-            f"{own[0] if own else type(model).__name__} computes attention without the library's interface",
-            allowed="models whose attention calls ALL_ATTENTION_FUNCTIONS",
-            remedy="bring its attention modules into the form of lss.AttentionLayer",
-        )
-    if "position_ids" not in signature(model.forward).parameters:
-        raise ModelError(
-            f"{type(model).__name__} takes no position_ids, so its positions cannot be made global",
-            allowed="models that take position_ids",
-        )
-    pooling = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Pooler", "Pooling"))]
-    if pooling or not type(model).__name__.endswith(_TOKEN_HEADS):
-        raise ModelError(
-            f"{pooling[0] if pooling else type(model).__name__} makes one output of a whole sequence",
-            allowed=f"outputs of single tokens: models named ...{', ...'.join(_TOKEN_HEADS)}",
-            remedy="add_pooling_layer=False, where the pooled output is not needed",
-        )
 
 
 def _shifts_labels(model: Any) -> bool:

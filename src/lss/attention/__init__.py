@@ -2,12 +2,21 @@
 
 from lss.attention.functional import attention
 from lss.attention.kernels import KernelName
-from lss.attention.layer import AttentionLayer, DistributedAttention, Route, bias_of, mask_of
+from lss.attention.layer import (
+    PROJECTIONS,
+    AttentionLayer,
+    DistributedAttention,
+    Route,
+    attention_layers,
+    bias_of,
+    mask_of,
+)
 from lss.attention.schedule import Schedule
 from lss.attention.sources import GATHERS, Gather
 
 __all__ = [
     "GATHERS",
+    "PROJECTIONS",
     "AttentionLayer",
     "DistributedAttention",
     "Gather",
@@ -15,6 +24,7 @@ __all__ = [
     "Route",
     "Schedule",
     "attention",
+    "attention_layers",
     "bias_of",
     "mask_of",
 ]

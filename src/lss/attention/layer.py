@@ -19,6 +19,9 @@ from lss.dropout import Site
 from lss.errors import LayoutError, ModelError
 from lss.masks import Causal, Documents, Full, Mask
 
+# What makes a module an attention layer.
+PROJECTIONS = ("project_query", "project_key_value", "project_output")
+
 
 class AttentionLayer(Protocol):
     """What an attention layer must offer to be run over segments.
@@ -49,6 +52,15 @@ class AttentionLayer(Protocol):
 
     def project_output(self, attended: Tensor) -> Tensor:
         """[B, H, S, D] to [B, S, E]."""
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that follow `AttentionLayer`, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(callable(getattr(module, projection, None)) for projection in PROJECTIONS)
+    }
 
 
 def bias_of(layer: nn.Module) -> Bias | None:

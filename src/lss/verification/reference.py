@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lss.attention import mask_of
-from lss.parallelize import attention_dropout, attention_layers
+from lss.attention import attention_layers, mask_of
+from lss.parallelize import attention_dropout
 
 _KEYS = 64  # keys of a block of attention weights
 

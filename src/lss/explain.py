@@ -1,0 +1,88 @@
+"""What was found in a model, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from lss.adapters import transformers
+from lss.attention import attention_layers, mask_of
+from lss.context import context_of, is_parallelized
+from lss.dropout import PositionDropout
+from lss.gradients import replicated_parameters
+from lss.models.positions import LearnedPositions
+from lss.positions import ShardedPositions
+from lss.refusals import refusals
+
+
+def explain(model: nn.Module) -> str:
+    """What `parallelize` finds in a model, or has found: attention, positions, parameters, dropout, what is refused.
+
+    Args:
+        model: A plain model, of which it says what would be refused; or a parallelized one, of which it says, after a
+            call, how attention is computed and what is gathered.
+
+    Example:
+        >>> from lss.models import GPT, GPTConfig
+        >>> print(lss.explain(GPT(GPTConfig(width=32, layers=1, heads=2))))  # doctest: +ELLIPSIS
+        GPT, 1 attention layer
+        attention
+          blocks.0.attention: Causal()
+        ...
+        refused
+          nothing
+    """
+    layers = attention_layers(model) or transformers.attention_modules(model)
+    found = [] if is_parallelized(model) else list(refusals(model))
+    parts = {
+        "attention": [f"{name}: {_attention(model, name, layer)}" for name, layer in layers.items()],
+        "positions": list(_positions(model)),
+        "parameters": list(_parameters(model)),
+        "dropout": list(_dropout(model)),
+        "refused": [str(refusal).replace("\n", " ") for refusal in found] or ["nothing"],
+    }
+    title = f"{type(model).__name__}, {len(layers)} attention layer{'s' if len(layers) != 1 else ''}"
+    lines = (f"{name}\n" + "\n".join(f"  {line}" for line in said) for name, said in parts.items() if said)
+    return "\n".join((title, *lines))
+
+
+def _attention(model: nn.Module, name: str, layer: nn.Module) -> str:
+    """Its mask, and how it is computed."""
+    mask = mask_of(layer) if attention_layers(layer) else None
+    said = [str(mask)] if mask is not None else ["masked by the rules of transformers"]
+    if is_parallelized(model):
+        said.append(context_of(model).choices.get(name, "not called yet"))
+    return ", ".join(said)
+
+
+def _positions(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedPositions):
+            yield f"{name}: {module.extra_repr()}, those of this rank's segment"
+        elif isinstance(module, LearnedPositions):
+            yield f"{name}: {module.num_embeddings} rows, to be cut over the ranks"
+    if transformers.is_pretrained(model):
+        yield "position_ids: global, from the segment; a learned table stays whole on every rank"
+
+
+def _parameters(model: nn.Module) -> Iterator[str]:
+    shared = replicated_parameters(model) if is_parallelized(model) else list(model.parameters())
+    tables = {id(weight) for kind in (ShardedPositions, LearnedPositions) for weight in _of(model, kind)}
+    for name, weights in {
+        "averaged over all ranks": [weight for weight in shared if id(weight) not in tables],
+        "averaged over the data groups": [weight for weight in model.parameters() if id(weight) in tables],
+        "frozen": [weight for weight in model.parameters() if not weight.requires_grad],
+    }.items():
+        if weights:
+            yield f"{name}: {sum(weight.numel() for weight in weights):,} numbers in {len(weights)} tensors"
+
+
+def _of(model: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Parameter]:
+    return (weight for module in model.modules() if isinstance(module, kind) for weight in module.parameters())
+
+
+def _dropout(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout | PositionDropout) and module.p:
+            yield f"{name}: rate {module.p}, keyed by position"
