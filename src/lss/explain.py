@@ -24,11 +24,12 @@ def explain(model: nn.Module) -> str:
             call, how attention is computed and what is gathered.
 
     Example:
+        >>> import lss
         >>> from lss.models import GPT, GPTConfig
         >>> print(lss.explain(GPT(GPTConfig(width=32, layers=1, heads=2))))  # doctest: +ELLIPSIS
         GPT, 1 attention layer
         attention
-          blocks.0.attention: Causal()
+          blocks.0.attention: Causal(offset=0)
         ...
         refused
           nothing
