@@ -51,7 +51,7 @@ def make(name: str, **changed: object) -> transformers.PreTrainedModel:
     """A model in float64 and in training, the same on every call."""
     config, kind, given = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, config)(**given, **changed)).double()
+    model = getattr(transformers, kind)(getattr(transformers, config)(**given | changed)).double()
     for weight in model.parameters():
         if weight.dim() == 1:
             weight.data += 0.1 * torch.randn_like(weight)  # biases are made as zeros
@@ -115,15 +115,15 @@ def alone(name: str, kind: str) -> tuple[float, Tensor, dict[str, Tensor]]:
 
 
 def over_ranks(
-    name: str, kind: str, num_ranks: int, checkpointing: bool = False
+    name: str, kind: str, num_ranks: int, checkpointing: bool = False, **changed: object
 ) -> tuple[float, Tensor, dict[str, Tensor]]:
     """The same by two lines more than the plain model needs."""
     mesh = lss.init_mesh(num_ranks, device="cpu")
-    model = lss.parallelize(make(name), mesh)
+    model = lss.parallelize(make(name, **changed), mesh)
     if checkpointing:
         model.activation_checkpointing_enable()
     given, lengths = told(kind)
-    part = lss.shard(given, mesh, shift_labels=int(predicts_next(model)), documents=lengths)
+    part = lss.shard(given, mesh, shift_labels=int(predicts_next(model)), documents=lengths, step=0)
     with computing_in(torch.float64):
         found = model(**part)
         found.loss.backward()

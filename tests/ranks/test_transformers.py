@@ -25,6 +25,26 @@ def test_activation_checkpointing(ranks, name):
         assert_equal(found, *alone(name, "packed"), "packed")
 
 
+DROPOUT = {
+    "GPT-2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1},
+    "BERT": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "Llama": {"attention_dropout": 0.1},
+}
+
+
+def dropping(name: str, number: int, checkpointing: bool = False):
+    return over_ranks(name, "packed", number, checkpointing, **DROPOUT[name])
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout_is_the_same_over_any_ranks(ranks, name):
+    (whole,) = ranks.run(dropping, 1, name, 1)
+    assert whole[0] != pytest.approx(alone(name, "packed")[0], rel=1e-4)
+    for number, checkpointing in ((2, False), (3, False), (2, name != "Llama")):
+        for found in ranks.run(dropping, number, name, number, checkpointing):
+            assert_equal(found, *whole, "packed")
+
+
 def assert_equal(found, loss, logits, gradients, kind):
     assert found[0] == pytest.approx(loss, rel=1e-10)
     assert_same(found[1][real(kind)], logits[real(kind)], "logits", 1e-9)
@@ -61,6 +81,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "intermediate_size": 48,
 }
+_OPT = {"num_hidden_layers": 1, "num_attention_heads": 4, "word_embed_proj_dim": 32, "dropout": 0.1}
 MISTAKES = {
     "the model was called with attention_mask": lambda mesh: call(mesh, attention_mask=torch.ones(2, 7)),
     "the model was called with position_ids": lambda mesh: call(mesh, position_ids=torch.arange(7)[None]),
@@ -75,6 +96,9 @@ MISTAKES = {
     "LlamaForSequenceClassification makes one output": lambda mesh: configured(
         mesh, "LlamaForSequenceClassification", "LlamaConfig", **_SMALL, pad_token_id=0
     ),
+    "by F.dropout at a rate of 0.1": lambda mesh: configured(
+        mesh, "OPTForCausalLM", "OPTConfig", vocab_size=31, hidden_size=32, ffn_dim=48, **_OPT
+    ).train()(**lss.shard({"input_ids": batch()["input_ids"]}, mesh)),
     "takes no position_ids": lambda mesh: configured(
         mesh, "T5ForConditionalGeneration", "T5Config", vocab_size=31, d_model=32, d_kv=8, d_ff=48, num_layers=1
     ),

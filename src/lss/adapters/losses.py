@@ -36,7 +36,7 @@ def with_whole_losses(model: nn.Module, context: SequenceContext) -> None:
 
 
 class _WholeLosses(TorchFunctionMode):
-    """Takes cross-entropies in hand, and refuses other losses, whose mean would be that of one rank."""
+    """Takes cross-entropies in hand; refuses other losses, whose mean would be one rank's, and masks of no position."""
 
     def __init__(self, context: SequenceContext) -> None:
         super().__init__()
@@ -48,6 +48,8 @@ class _WholeLosses(TorchFunctionMode):
         given = kwargs or {}
         if function is F.cross_entropy:
             return self._cross_entropy(args, given)
+        if function is F.dropout:
+            _refuse_dropout(*args, **given)
         if function in _OTHERS and given.get("reduction", "mean") != "none":
             raise ModelError(
                 f"the model takes a {function.__name__} of its own segment's tokens",
@@ -69,6 +71,15 @@ class _WholeLosses(TorchFunctionMode):
         total = F.cross_entropy(logits, labels, reduction="sum", **options)
         number = (labels != named["ignore_index"]).sum() if reduction == "mean" else None
         return _Whole.apply(total, number, self.context)  # type: ignore[no-untyped-call]
+
+
+def _refuse_dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
+    if training and p:
+        raise ModelError(
+            f"the model drops values by F.dropout at a rate of {p}, whose masks know no position",
+            allowed="nn.Dropout modules, which are keyed by position",
+            remedy="set the rate to 0 in the model's configuration",
+        )
 
 
 class _Whole(torch.autograd.Function):
