@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss import documents as spans
+from lss import masks
 from lss.collectives import Axis
 from lss.documents import Documents
 from lss.errors import LayoutError
 from lss.layout import Layout, LayoutName
 from lss.ledger import Ledger
+from lss.masks import Full, Mask
 from lss.mesh import DATA, SEQUENCE
 
 IGNORE_INDEX = -100
@@ -45,6 +48,11 @@ class Segment:
     position_ids: Tensor | None = None
     num_positions: int = 0
     checksum: Tensor | None = None
+
+    @cached_property
+    def mask(self) -> Mask:
+        """Who sees whom by the documents alone: made once a batch, for all layers."""
+        return Full() if self.documents is None else masks.Documents(self.documents)
 
     def real(self, num_sequences: int, device: torch.device) -> Tensor:
         """Slots of the whole sequences that hold a token and no padding: bool [B, L]."""

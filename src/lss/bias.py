@@ -19,6 +19,11 @@ from lss.errors import MaskError
 Bias = Callable[[Tensor, Tensor], Tensor]
 
 
+def is_rule(bias: object) -> bool:
+    """Whether it can be asked for the values at any positions."""
+    return callable(bias) and not isinstance(bias, Tensor)
+
+
 def require_bias(bias: Any, num_heads: int, num_queries: int, num_keys: int) -> None:
     """Raise MaskError unless it is a bias of so many heads, whose gradient reaches parameters that are known.
 
@@ -28,7 +33,7 @@ def require_bias(bias: Any, num_heads: int, num_queries: int, num_keys: int) -> 
         num_queries: Of the whole sequence.
         num_keys: Of the whole sequence.
     """
-    if isinstance(bias, Tensor) or not callable(bias):
+    if not is_rule(bias):
         raise MaskError(
             f"a bias without a rule for positions: a {type(bias).__name__}",
             allowed="a function of the positions of queries and keys, such as those of lss.bias",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
 from lss.adapters import transformers
 from lss.attention import PROJECTIONS, attention_layers, bias_of, mask_of
+from lss.bias import is_rule
 from lss.context import is_parallelized
 from lss.errors import ModelError
 from lss.models.positions import LearnedPositions
@@ -68,7 +69,7 @@ def refusals(model: nn.Module) -> Iterator[ModelError]:
 
 def _of_layer(name: str, layer: nn.Module) -> Iterator[ModelError]:
     bias = bias_of(layer)
-    if bias is not None and (isinstance(bias, Tensor) or not callable(bias)):
+    if bias is not None and not is_rule(bias):
         yield ModelError(
             f"{name} has a bias without a rule for positions: a {type(bias).__name__}",
             allowed="a function of the positions of queries and keys, such as those of lss.bias",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import lss
-from lss.attention import layer
+from lss import masks
 from lss.errors import LayoutError
 from lss.masks import Full
 from lss.verification import Report
@@ -35,7 +35,7 @@ def packed(told: str, positions: str = "learned", fault: str = "nothing") -> Rep
 
 def seen_across() -> object:
     """Attention that knows of no documents."""
-    return replaced(layer, "Documents", lambda documents: lambda spans: Full())
+    return replaced(masks, "Documents", lambda documents: lambda spans: Full())
 
 
 def mask(real: int) -> Tensor:

@@ -14,7 +14,6 @@ from itertools import count
 from operator import and_, or_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lss.attention import Route, Schedule
@@ -85,7 +84,6 @@ def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: count
         context: Of the parallelized model.
         schedule: How attention is computed.
         sites: Numbers of the places of dropout.
-
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  (an optional dependency)
 
@@ -204,7 +202,7 @@ def _arguments(
                 allowed="attention_mask and position_ids given to lss.shard; no cache",
                 remedy="batch = lss.shard(batch, mesh), then model(**batch)",
             )
-    positions = context.positions(torch.device(next(model.parameters()).device))
+    positions = context.positions(next(model.parameters()).device)
     kwargs["position_ids"] = positions if positions.dim() == 2 else positions.unsqueeze(0)
     if kwargs.get("labels") is not None and _shifts_labels(model):
         kwargs["shift_labels"] = kwargs["labels"]

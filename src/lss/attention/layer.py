@@ -17,7 +17,7 @@ from lss.compiled import eager
 from lss.context import SequenceContext, autocast_dtype
 from lss.dropout import Site
 from lss.errors import LayoutError, ModelError
-from lss.masks import Causal, Documents, Full, Mask
+from lss.masks import Causal, Full, Mask
 
 # What makes a module an attention layer.
 PROJECTIONS = ("project_query", "project_key_value", "project_output")
@@ -148,10 +148,10 @@ class Route:
             )
 
     def _of_batch(self, mask: Mask) -> Mask:
-        documents = self.context.present.documents
-        if documents is None:
+        of_batch = self.context.present.mask
+        if of_batch == Full():
             return mask
-        return Documents(documents) if mask == Full() else mask & Documents(documents)
+        return of_batch if mask == Full() else mask & of_batch
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,13 @@ def without_keys(given: Operands, log_sum_exp: Tensor) -> Tensor:
     return log_sum_exp.masked_fill((given.added == -torch.inf).all(-1), -torch.inf)
 
 
+def fused_cannot(needs: Needs) -> str:
+    """What no kernel can that does not store the scores."""
+    if needs.drops_weights:
+        return "it cannot drop attention weights"
+    return "it gives a bias no gradient" if needs.learns_bias else ""
+
+
 def dense(tensor: Tensor) -> Tensor:
     """With the features of a token next to each other in memory, which kernels take for granted."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

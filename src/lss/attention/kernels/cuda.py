@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lss.attention.kernels.base import Gradients, Kernel, Needs, Operands
+from lss.attention.kernels.base import Gradients, Kernel, Needs, Operands, fused_cannot
 from lss.attention.plan import Limits
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -79,7 +79,7 @@ def _efficient_backward(given: Operands, gradient: Tensor, output: Tensor, log_s
 def _efficient_cannot(needs: Needs) -> str:
     if needs.dtype not in (*_HALF, torch.float32):
         return f"it takes float32, float16 and bfloat16, not {needs.dtype}"
-    return _fused_cannot(needs, multiple=4 if needs.dtype == torch.float32 else 8)
+    return _widths_cannot(needs, multiple=4 if needs.dtype == torch.float32 else 8)
 
 
 def _half_cannot(needs: Needs, widest: int) -> str:
@@ -87,19 +87,15 @@ def _half_cannot(needs: Needs, widest: int) -> str:
         return f"it takes float16 and bfloat16, not {needs.dtype}"
     if needs.head_width > widest:
         return f"it takes heads up to {widest} wide, and these are {needs.head_width}"
-    return _fused_cannot(needs, multiple=8)
+    return _widths_cannot(needs, multiple=8)
 
 
-def _fused_cannot(needs: Needs, multiple: int) -> str:
-    if needs.drops_weights:
-        return "it cannot drop attention weights by position"
-    if needs.learns_bias:
-        return "it gives a bias no gradient"
+def _widths_cannot(needs: Needs, multiple: int) -> str:
     if needs.head_width != needs.value_width:
         return "it needs keys and values of one width"
     if needs.head_width % multiple:
         return f"it takes heads whose width is a multiple of {multiple}, and these are {needs.head_width} wide"
-    return ""
+    return fused_cannot(needs)
 
 
 def _added(given: Operands) -> Tensor | None:

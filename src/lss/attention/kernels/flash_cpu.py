@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lss.attention.kernels.base import Gradients, Kernel, Needs, Operands, without_keys
+from lss.attention.kernels.base import Gradients, Kernel, Needs, Operands, fused_cannot, without_keys
 from lss.attention.plan import Limits
 from lss.context import wide
 
@@ -37,11 +37,8 @@ def _backward(given: Operands, gradient: Tensor, output: Tensor, log_sum_exp: Te
 
 
 def _cannot(needs: Needs) -> str:
-    if needs.drops_weights:
-        return "it cannot drop attention weights"
-    if needs.learns_bias:
-        return "it gives a bias no gradient"
-    return "" if needs.head_width == needs.value_width else "it needs keys and values of one width"
+    one_width = needs.head_width == needs.value_width
+    return fused_cannot(needs) or ("" if one_width else "it needs keys and values of one width")
 
 
 # small blocks on the diagonal and large full ones are faster than its own causal form

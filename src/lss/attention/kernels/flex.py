@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from lss.attention.kernels.base import Gradients, Kernel, Needs, Operands
+from lss.attention.kernels.base import Gradients, Kernel, Needs, Operands, fused_cannot
 from lss.attention.plan import Limits
 from lss.context import wide
 
@@ -73,9 +73,7 @@ def _cannot(needs: Needs) -> str:
         return f"it takes float32, float16 and bfloat16, not {needs.dtype}"
     if min(needs.head_width, needs.value_width) < 16:
         return f"it takes heads at least 16 wide, and these are {needs.head_width}"
-    if needs.drops_weights:
-        return "it cannot drop attention weights by position"
-    return "it gives a bias no gradient" if needs.learns_bias else ""
+    return fused_cannot(needs)
 
 
 FLEX = Kernel("flex", "cuda", _forward, _backward, _cannot, Limits())
