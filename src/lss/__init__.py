@@ -2,7 +2,7 @@
 
 from lss import bias, masks
 from lss.attention import AttentionLayer, attention
-from lss.batch import Segment, shard, unshard
+from lss.batch import shard, unshard
 from lss.context import context_of
 from lss.errors import LssError
 from lss.explain import explain
@@ -12,6 +12,7 @@ from lss.ledger import Ledger
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.mesh import init_mesh
 from lss.parallelize import full_gradients, full_state_dict, load_full_state_dict, parallelize
+from lss.segment import Segment
 from lss.verification import verify
 
 __version__ = "0.1.0"

@@ -3,62 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss import documents as spans
-from lss import masks
 from lss.collectives import Axis
 from lss.documents import Documents
 from lss.errors import LayoutError
 from lss.layout import Layout, LayoutName
 from lss.ledger import Ledger
-from lss.masks import Full, Mask
 from lss.mesh import DATA, SEQUENCE
+from lss.segment import Segment, Whole
 
 IGNORE_INDEX = -100
+# Where a model's tokens are cut: in the batch, or on the way into its layers.
+Cut = Literal["tokens", "layers"]
+CUTS: tuple[str, ...] = get_args(Cut)
+# What is no sequence of tokens yet: an encoder makes one of it, and cuts that.
+_UNCUT = ("pixel_values", "input_features", "input_values")
 # Values of each tensor of a batch, evenly spread, of which its checksum is made.
 _CHECKED = 2**20
-
-
-@dataclass(frozen=True)
-class Segment:
-    """What travels with a sharded batch and tells the parallelized model where its tokens belong.
-
-    Args:
-        layout: The layout of the batch's sequences.
-        first_sample: Index of the batch's first sequence among all sequences of the step; keys the dropout.
-        step: The step that the batch belongs to; None lets the model count its own calls.
-        documents: Spans of packed documents, or of the real tokens of padded sequences; None where every sequence is
-            one document.
-        position_ids: Position of every token of the whole sequences, int64 [B, L]; None where they are 0 to L - 1.
-        num_positions: The largest position and one.
-        checksum: Of the whole batch, which must be the same on every rank of a sequence group; float64 scalar.
-    """
-
-    layout: Layout
-    first_sample: int
-    step: int | None = None
-    documents: Documents | None = None
-    position_ids: Tensor | None = None
-    num_positions: int = 0
-    checksum: Tensor | None = None
-
-    @cached_property
-    def mask(self) -> Mask:
-        """Who sees whom by the documents alone: made once a batch, for all layers."""
-        return Full() if self.documents is None else masks.Documents(self.documents)
-
-    def real(self, num_sequences: int, device: torch.device) -> Tensor:
-        """Slots of the whole sequences that hold a token and no padding: bool [B, L]."""
-        if self.documents is None:
-            return torch.ones(num_sequences, self.layout.length, dtype=torch.bool, device=device)
-        return (spans.starts(self.documents, self.layout.length) >= 0).to(device)
 
 
 def shard(
@@ -70,6 +38,7 @@ def shard(
     documents: Sequence[Sequence[int]] | None = None,
     first_sample: int | None = None,
     step: int | None = None,
+    cut: Cut = "tokens",
 ) -> dict[str, Any]:
     """Cut a batch of whole sequences into the segment of this rank.
 
@@ -90,6 +59,11 @@ def shard(
         documents: Lengths of packed documents for each sequence, from its start on; the rest is padding.
         first_sample: Index of the first sequence among all of the step; by default data rank * B.
         step: The step, which keys the dropout; by default the model counts its calls.
+        cut: `tokens`; or `layers` for a model that was parallelized with `cut="layers"`: nothing is cut or taken in.
+
+    Images and sounds (`pixel_values`, `input_features`, `input_values`) are not cut: the model cuts what it makes of
+    them. Of an encoder and a decoder, all that is named `decoder_...` and `labels` is the decoder's sequence, of a
+    length of its own.
 
     Returns:
         The same keys with tensors [B, S, ...]; and `segment`, which the parallelized model takes beside its arguments:
@@ -99,32 +73,77 @@ def shard(
     Raises:
         LayoutError: Tensors differ in length, labels come without `shift_labels`, or documents do not fit.
     """
-    num_sequences, length, device = _common_shape(batch)
-    batch = _without_positions_of_padding(batch)
-    axis, data_rank = _axis(mesh, SEQUENCE), _axis(mesh, DATA).rank
-    found = _documents(batch, documents, num_sequences, length)
-    cut_by = layout if isinstance(layout, Layout) else _layout(layout, length, axis.size, found)
-    names = [name for name in batch if name not in ("attention_mask", "position_ids")]
-    whole = {name: _shifted(name, batch[name], shift_labels, found) for name in names}
-    cut: dict[str, Any] = {
-        name: cut_by.shard(tensor, axis.rank, dim=1, fill=_fill(name, tensor)) for name, tensor in whole.items()
-    }
-    plain = found == spans.whole(num_sequences, length) and "position_ids" not in batch
-    positions = None if plain else batch.get("position_ids", spans.positions_within(found, length)).to(device)
-    cut["segment"] = Segment(
-        cut_by,
-        data_rank * num_sequences if first_sample is None else first_sample,
-        step,
-        None if found == spans.whole(num_sequences, length) else found,
-        positions,
-        length if positions is None else int(positions.max()) + 1,
-        _checksum(whole, found),
-    )
-    return cut
+    if cut not in CUTS:
+        raise LayoutError(f"cut={cut!r}", allowed=" or ".join(CUTS))
+    given = _Given(mesh, shift_labels, layout, documents, first_sample, step)
+    of_decoder = {name: batch[name] for name in batch if name.startswith("decoder_") or name == "labels"}
+    predicts = len(of_decoder) > ("labels" in of_decoder)
+    if cut == "layers" or (not predicts and any(name in batch for name in _UNCUT)):
+        return {**batch, "segment": given.whole(batch)}
+    if not predicts:
+        return given.cut(batch)
+    if documents is not None or isinstance(layout, Layout):
+        raise LayoutError(
+            "documents, or a layout of one length, for an encoder and a decoder",
+            allowed="padding by attention_mask and decoder_attention_mask, and the name of a layout",
+        )
+    of_encoder = {name: batch[name] for name in batch if name not in of_decoder}
+    uncut = any(name in of_encoder for name in _UNCUT)
+    source = {**of_encoder, "segment": given.whole(of_encoder)} if uncut else given.cut(of_encoder)
+    target = given.cut(of_decoder, prefix="decoder_")
+    return {**source, **target, "segment": replace(target["segment"], source=source["segment"])}
 
 
-def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh | None, *, data_groups: bool = False) -> Tensor:
+@dataclass(frozen=True)
+class _Given:
+    """What `shard` was given beside the batch."""
+
+    mesh: DeviceMesh | None
+    shift_labels: int | None
+    layout: LayoutName | Layout
+    documents: Sequence[Sequence[int]] | None
+    first_sample: int | None
+    step: int | None
+
+    def whole(self, batch: Mapping[str, Tensor]) -> Whole:
+        """Of a batch that is not cut."""
+        return Whole(self.first_sample, self.step, _checksum(batch, ()))
+
+    def cut(self, batch: Mapping[str, Tensor], prefix: str = "") -> dict[str, Any]:
+        """One sequence's tensors, each of this rank's slots, and their segment."""
+        num_sequences, length, device = _common_shape(batch)
+        keys = [key for key in ("attention_mask", "position_ids") if prefix + key in batch]
+        told: Mapping[str, Tensor] = {key: batch[prefix + key] for key in keys}
+        told = _without_positions_of_padding(told)
+        axis, data_rank = _axis(self.mesh, SEQUENCE), _axis(self.mesh, DATA).rank
+        found = _documents(told, self.documents, num_sequences, length)
+        layout = self.layout
+        cut_by = layout if isinstance(layout, Layout) else _layout(layout, length, axis.size, found)
+        names = [name for name in batch if name.removeprefix(prefix) not in told]
+        whole = {name: _shifted(name, batch[name], self.shift_labels, found) for name in names}
+        cut: dict[str, Any] = {
+            name: cut_by.shard(tensor, axis.rank, dim=1, fill=_fill(name, tensor)) for name, tensor in whole.items()
+        }
+        plain = found == spans.whole(num_sequences, length)
+        positions = None
+        if not plain or "position_ids" in told:
+            positions = told.get("position_ids", spans.positions_within(found, length)).to(device)
+        cut["segment"] = Segment(
+            cut_by,
+            data_rank * num_sequences if self.first_sample is None else self.first_sample,
+            self.step,
+            None if plain else found,
+            positions,
+            length if positions is None else int(positions.max()) + 1,
+            _checksum(whole, found),
+        )
+        return cut
+
+
+def unshard(outputs: Tensor, segment: Segment | Whole, mesh: DeviceMesh | None, *, data_groups: bool = False) -> Tensor:
     """Put the segments of a batch together again: [B, S, ...] to [B, L, ...], in order. A collective call.
+
+    Outputs of a batch that was not cut are whole already.
 
     Args:
         outputs: What a rank computed for its slots; detached.
@@ -132,14 +151,7 @@ def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh | None, *, data_
         mesh: The mesh of the batch.
         data_groups: Whether to join the batches of all data groups too, in order: [M * B, L, ...].
     """
-    if outputs.dim() < 2 or outputs.size(1) != segment.layout.segment_length:
-        raise LayoutError(
-            f"outputs of shape {tuple(outputs.shape)} of a segment of {segment.layout.segment_length} slots",
-            allowed=f"[B, {segment.layout.segment_length}, ...]: a value for each slot",
-        )
-    by_slot = outputs.detach().transpose(0, 1)  # [B, S, ...] -> [S, B, ...]
-    gathered = _axis(mesh, SEQUENCE).all_gather(by_slot, layer="outputs", phase="step")
-    whole = segment.layout.unshard(gathered, dim=0).transpose(0, 1).contiguous()  # [N * S, B, ...] -> [B, L, ...]
+    whole = outputs.detach() if isinstance(segment, Whole) else _joined(outputs, segment, mesh)
     if not data_groups:
         return whole
     data = _axis(mesh, DATA)
@@ -154,10 +166,23 @@ def unshard(outputs: Tensor, segment: Segment, mesh: DeviceMesh | None, *, data_
     return data.all_gather(whole, layer="outputs", phase="step")
 
 
+def _joined(outputs: Tensor, segment: Segment, mesh: DeviceMesh | None) -> Tensor:
+    if outputs.dim() < 2 or outputs.size(1) != segment.layout.segment_length:
+        raise LayoutError(
+            f"outputs of shape {tuple(outputs.shape)} of a segment of {segment.layout.segment_length} slots",
+            allowed=f"[B, {segment.layout.segment_length}, ...]: a value for each slot",
+        )
+    by_slot = outputs.detach().transpose(0, 1)  # [B, S, ...] -> [S, B, ...]
+    gathered = _axis(mesh, SEQUENCE).all_gather(by_slot, layer="outputs", phase="step")
+    return segment.layout.unshard(gathered, dim=0).transpose(0, 1).contiguous()  # [N * S, B, ...] -> [B, L, ...]
+
+
 def _checksum(batch: Mapping[str, Tensor], found: Documents) -> Tensor:
     """A sum in which places count differently, so that other sequences, or another order, give another."""
-    sums = [torch.tensor(float(hash(found) % 2**31), dtype=torch.float64, device=next(iter(batch.values())).device)]
-    for tensor in batch.values():
+    tensors = [part for part in batch.values() if isinstance(part, Tensor)]
+    device = tensors[0].device if tensors else None
+    sums = [torch.tensor(float(hash(found) % 2**31), dtype=torch.float64, device=device)]
+    for tensor in tensors:
         every = -(-tensor.numel() // _CHECKED)
         flat = tensor.detach().reshape(-1)[::every].double().nan_to_num()
         sums.append((flat * torch.arange(1, flat.numel() + 1, device=flat.device).remainder(9973)).sum())

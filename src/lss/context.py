@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lss.batch import Segment
+from lss.batch import Cut
 from lss.collectives import Axis
 from lss.errors import LayoutError, ModelError
-from lss.layout import Layout
+from lss.frames import Frames, in_backward
+from lss.layout import Layout, LayoutName, Piece
 from lss.ledger import Ledger
+from lss.masks import Mask
+from lss.segment import Segment, Whole, mask_between
 
 _ATTRIBUTE = "lss_context"
 
@@ -29,48 +32,84 @@ class SequenceContext:
         data: The axis over which batches are cut.
         seed: Keys the dropout, with the step.
         ledger: Counts the collectives of both axes.
-        segment: Of the present batch.
+        cut: Where the model's tokens are cut.
+        layout_name: By which its layers cut them.
+        token_dim: Dim of the tokens in what modules are given: 1, or 0 where sequences come first.
+        safe: Names of modules that the user says keep tokens alone, and those in them.
+        num_sequences: B, of the present call; 0 where it is not known.
+        segment: Of the tokens that are being worked on: the batch's, or in an encoder its own.
+        target: The batch's segment.
+        source: That of the encoder, after its layers.
         step: Of the present call.
         num_calls: Calls of the model so far.
         num_trained: Those in training.
         is_running: Whether such a call is going on.
         is_averaged: Whether the gradients of the last backward are; None before any.
         choices: How each attention layer is computed, in a line for people.
+        positions_found: Where the model's code made positions, and how they were made global, for people.
+        frames: The modules that are running.
     """
 
     sequence: Axis
     data: Axis
     seed: int
     ledger: Ledger
-    segment: Segment | None = None
+    cut: Cut = "tokens"
+    layout_name: LayoutName = "zigzag"
+    token_dim: int = 1
+    safe: tuple[str, ...] = ()
+    num_sequences: int = 0
+    segment: Segment | Whole | None = None
+    target: Segment | Whole | None = None
+    source: Segment | None = None
     step: int = 0
     num_calls: int = 0
     num_trained: int = 0
     is_running: bool = False
     is_averaged: bool | None = None
     choices: dict[str, str] = field(default_factory=dict)
+    positions_found: dict[str, str] = field(default_factory=dict)
+    frames: Frames = field(default_factory=Frames)
 
-    def begin(self, segment: Segment | None, *, training: bool) -> None:
-        """Take up the segment of a batch that enters the model; None is refused.
+    def begin(self, given: Segment | Whole | None, num_sequences: int, *, training: bool) -> None:
+        """Take up the segment of a batch that enters the model; None is refused where the batch must be cut.
 
         Args:
-            segment: What `shard` returned with the batch.
+            given: What `shard` returned with the batch.
+            num_sequences: B.
             training: Whether the model is in training, whose calls count as steps where the segment names none.
         """
-        self.segment, self.is_running = segment, True
-        segment = self.present
-        if segment.layout.num_ranks != self.sequence.size:
-            raise LayoutError(
-                f"a batch cut for {segment.layout.num_ranks} ranks in a model parallelized over {self.sequence.size}",
-                remedy="give lss.shard and lss.parallelize the same mesh",
-            )
+        batch = self._accepted(given)
+        self.segment, self.target, self.source, self.is_running = batch, batch, None, True
         if in_backward():
             return  # a recomputation: `resume` has set the step of its call
-        self.step = self.num_trained if segment.step is None else segment.step
+        self.frames.begin()
+        self.num_sequences = num_sequences
+        self.step = self.num_trained if batch.step is None else batch.step
         self.num_trained += training
-        if self.num_calls == 0 and segment.checksum is not None:
-            self._require_one_batch(segment.checksum)
+        if self.num_calls == 0 and batch.checksum is not None:
+            self._require_one_batch(batch.checksum)
         self.num_calls += 1
+
+    def _accepted(self, given: Segment | Whole | None) -> Segment | Whole:
+        if self.cut == "layers" and not isinstance(given, Segment):
+            return given or Whole()
+        if self.cut == "layers":
+            raise LayoutError(
+                "a batch that is cut by tokens, for a model whose layers cut them",
+                remedy="lss.shard(batch, mesh, cut='layers'), or lss.parallelize(model, mesh, cut='tokens')",
+            )
+        if not isinstance(given, Segment):
+            raise LayoutError(
+                f"the parallelized model was called {'without a segment' if given is None else 'with a batch not cut'}",
+                remedy="batch = lss.shard(batch, mesh), then model(batch['tokens'], segment=batch['segment'])",
+            )
+        if given.layout.num_ranks != self.sequence.size:
+            raise LayoutError(
+                f"a batch cut for {given.layout.num_ranks} ranks in a model parallelized over {self.sequence.size}",
+                remedy="give lss.shard and lss.parallelize the same mesh",
+            )
+        return given
 
     def _require_one_batch(self, checksum: Tensor) -> None:
         """Raise LayoutError unless all ranks of the sequence group cut the same batch; looked at once, at first."""
@@ -100,8 +139,29 @@ class SequenceContext:
             for part in outputs:
                 self.watch(part)
 
-    def _resume(self, segment: Segment, step: int, gradient: Tensor) -> None:
+    def _resume(self, segment: Segment | Whole, step: int, gradient: Tensor) -> None:
         self.segment, self.step, self.is_averaged = segment, step, False
+
+    def enter_encoder(self) -> None:
+        """An encoder begins, whose sequences are the batch's source."""
+        if isinstance(self.target, Segment) and self.target.source is not None and not in_backward():
+            self.segment = self.target.source
+
+    def leave_encoder(self) -> None:
+        """It is over: the decoder's tokens are worked on."""
+        if isinstance(self.segment, Segment) and not in_backward():
+            self.source, self.segment = self.segment, self.target
+
+    def cut_tokens(self, num_sequences: int, length: int) -> Segment:
+        """Take up this rank's segment of whole sequences of `length` tokens, on the way into the model's layers."""
+        layout = Layout.named(self.layout_name, length, self.sequence.size)
+        segment = Segment(layout, self.first_sample(num_sequences), self.last.step, num_positions=length)
+        self.segment, self.num_sequences = segment, num_sequences
+        return segment
+
+    def join_tokens(self) -> None:
+        """Whole sequences are worked on again."""
+        self.segment = self.target
 
     def require_averaged(self, wanted: bool) -> None:
         """Raise ModelError if gradients are averaged twice, or used before they are."""
@@ -118,34 +178,77 @@ class SequenceContext:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the last batch."""
-        return self.last.layout
+        """The layout of the present batch."""
+        return self.present.layout
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank is working on tokens of its own; a rank alone has all of them."""
+        return isinstance(self.segment, Segment)
+
+    def is_safe(self, name: str) -> bool:
+        """Whether the user says that a module keeps tokens alone."""
+        return any(name == safe or name.startswith(f"{safe}.") for safe in self.safe)
 
     @property
     def present(self) -> Segment:
-        """The segment of the present batch.
+        """The segment that is being worked on.
 
         Raises:
-            LayoutError: The model was called without one, or a part of it apart from the model.
+            LayoutError: There is none, or a part of the model was called apart from it.
         """
-        segment = self.last
+        batch = self.last
         if not self.is_running and not in_backward():
             raise LayoutError(
                 "a part of the parallelized model was called apart from it",
                 allowed="calls of the model itself, which is told the segment of its batch",
                 remedy="call what you need in the model's forward",
             )
-        return segment
+        if isinstance(batch, Whole):
+            raise LayoutError(
+                "tokens that are not cut, where each rank should have its own",
+                allowed="attention inside of the model's layers, a list or sequence of modules",
+            )
+        return batch
 
     @property
-    def last(self) -> Segment:
-        """The segment of the last batch, whether its call is over or not."""
+    def last(self) -> Segment | Whole:
+        """The last batch, whether its call is over or not."""
         if self.segment is None:
             raise LayoutError(
                 "the parallelized model was called without a segment",
                 remedy="batch = lss.shard(batch, mesh), then model(batch['tokens'], segment=batch['segment'])",
             )
         return self.segment
+
+    def first_sample(self, num_sequences: int) -> int:
+        """Index of the batch's first sequence among all of the step.
+
+        Args:
+            num_sequences: B.
+        """
+        given = self.last.first_sample
+        return self.data.rank * num_sequences if given is None else given
+
+    def pieces(self, num_tokens: int, what: str) -> tuple[Piece, ...]:
+        """The positions of so many tokens in a row, on this rank.
+
+        Raises:
+            LayoutError: They are not those of the present segment.
+        """
+        if isinstance(self.last, Whole):
+            return (Piece(0, 0, num_tokens),)
+        layout = self.layout
+        if num_tokens != layout.segment_length:
+            raise LayoutError(
+                f"{what} was given {num_tokens} tokens of a segment that has {layout.segment_length} slots",
+                allowed="the tokens that lss.shard returned, with the segment that it returned beside them",
+            )
+        return layout.pieces(self.sequence.rank)
+
+    def mask_of_source(self, source: Segment) -> Mask:
+        """Which of an encoder's tokens the present ones see, by documents and padding."""
+        return mask_between(self.present, source)
 
     def positions(self, device: torch.device) -> Tensor:
         """Position of each slot of this rank: int64 [S], or [B, S] where sequences differ."""
@@ -173,11 +276,6 @@ class SequenceContext:
         for axis in (self.sequence, self.data):
             rows = axis.all_gather(rows, layer="scalars", phase="step")
         return rows
-
-
-def in_backward() -> bool:
-    """Whether a backward is running, as it is around the recomputation of activations."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def attach(model: nn.Module, context: SequenceContext) -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lss.compiled import eager
-from lss.context import SequenceContext, in_backward
-from lss.errors import LayoutError, ModelError
+from lss.context import SequenceContext
+from lss.errors import ModelError
+from lss.frames import in_backward
 from lss.layout import Piece
 
 # Rates are multiples of 1 / LEVELS, as 16 random bits decide on a value.
@@ -39,6 +40,8 @@ class Site:
         index: Number of the place in the model.
         context: The context of the model.
         last_call: Number of the model's call that was here last.
+        use: Number of the use of the place in that call, which keys its masks.
+        first_sample: Index of the first sequence that it is used on among all of the step.
     """
 
     name: str
@@ -46,22 +49,27 @@ class Site:
     index: int
     context: SequenceContext
     last_call: int = 0
+    use: int = 0
+    first_sample: int = 0
 
-    def enter(self) -> None:
-        """Note that a call has come here. Two places must not share a mask; a recomputation, inside backward, must.
+    def enter(self, num_sequences: int, *, depth: int = 1) -> Site:
+        """The place as it is used now. Two uses must not share a mask; a recomputation, inside backward, must.
 
-        Raises:
-            ModelError: The present call of the model has been here already.
+        Args:
+            num_sequences: B, on which it is used.
+            depth: 1 if the innermost module's own code drops values, 2 if that module does nothing else.
         """
-        if in_backward():
-            return
-        if self.last_call == self.context.num_calls:
-            raise ModelError(
-                f"the dropout {self.name} is used twice in one call of the model",
-                allowed="one place for each dropout module, as its masks are keyed by the module",
-                remedy="give each place a module of its own",
-            )
-        self.last_call = self.context.num_calls
+        frames = self.context.frames
+        if not in_backward():
+            if self.last_call == self.context.num_calls and not frames.running:  # compiled modules tell of no frame
+                raise ModelError(
+                    f"the dropout {self.name} is used twice in one call of a compiled model",
+                    allowed="one place for each dropout module",
+                    remedy="give each place a module of its own",
+                )
+            self.last_call = self.context.num_calls
+        first_sample = self.context.first_sample(num_sequences)
+        return replace(self, use=frames.use(self.name, depth=depth), first_sample=first_sample)
 
     @property
     def dropped_levels(self) -> int:
@@ -86,15 +94,16 @@ class Site:
             device: Where the mask is made.
             block: Number of the block of columns, where they come in several.
         """
-        sequence = self.context.last.first_sample + sample
-        fields = struct.pack("<5q", self.context.seed, self.context.step, self.index, sequence, block)
+        sequence = self.first_sample + sample
+        place = (self.context.seed, self.context.step, self.index, sequence, block, *[self.use] * bool(self.use))
+        fields = struct.pack(f"<{len(place)}q", *place)
         key = hashlib.blake2b(fields, digest_size=16).digest()
         draw = _draw_on_host if device.type == "cpu" else _draw_in_blocks
         return draw(key, first_position, num_positions, features, device) >= self.dropped_levels - LEVELS // 2
 
 
 class PositionDropout(nn.Module):
-    """Dropout of [B, S, F], or [B, F] of pooled sequences, in the place of an `nn.Dropout` of a parallelized model.
+    """Dropout of [B, S, ...], or [B, F] of pooled sequences, in the place of an `nn.Dropout` of a parallelized model.
 
     The same masks fall at every degree of sequence and data parallelism, and again in activation recomputation.
 
@@ -119,33 +128,32 @@ class PositionDropout(nn.Module):
         """Drop and scale; the identity in evaluation."""
         if not self.training or self.site.dropped_levels == 0:
             return values
-        return self._of_sequences(values) if values.dim() == 2 else self._of_tokens(values)
+        return drop(values, self.site, depth=2)
 
-    @eager
-    def _of_tokens(self, values: Tensor) -> Tensor:
-        site = self.site
-        layout = site.context.present.layout
-        if values.dim() != 3 or values.size(1) != layout.segment_length:
-            raise LayoutError(
-                f"the dropout {site.name} of a tensor of shape {tuple(values.shape)}, in a segment of "
-                f"{layout.segment_length} slots",
-                allowed=f"[B, {layout.segment_length}, F], or [B, F] of whole sequences",
-                remedy="drop before heads are split, or attention weights by the layer's attention_dropout",
-            )
-        site.enter()
-        keep = torch.ones_like(values, dtype=torch.bool)
-        for row in range(values.size(0)):
-            for piece in layout.pieces(site.context.sequence.rank):
-                drawn = site.keep(row, piece.start, len(piece), values.size(2), values.device)
-                keep[row, piece.slot : piece.slot + len(piece)] = drawn
-        return values * keep * site.scale
 
-    @eager
-    def _of_sequences(self, values: Tensor) -> Tensor:
-        """[B, F], the same on every rank of a sequence group."""
-        self.site.enter()
-        keep = [self.site.keep(row, 0, 1, values.size(1), values.device) for row in range(values.size(0))]
-        return values * torch.cat(keep) * self.site.scale
+@eager
+def drop(values: Tensor, site: Site, *, depth: int = 1) -> Tensor:
+    """Drop values and scale the others.
+
+    Args:
+        values: [B, S, ...] of this rank's slots ([S, B, ...] where sequences come first), or [B, F] of whole sequences,
+            the same on every rank of a sequence group.
+        site: The place.
+        depth: As in `Site.enter`.
+    """
+    context = site.context
+    if values.dim() == 2:
+        used = site.enter(values.size(0), depth=depth)
+        rows = [used.keep(row, 0, 1, values.size(1), values.device) for row in range(values.size(0))]
+        return values * torch.cat(rows) * site.scale
+    by_sequence = values.transpose(0, 1 - context.token_dim)  # [B, S, ...]
+    used = site.enter(by_sequence.size(0), depth=depth)
+    flat = torch.ones_like(by_sequence, dtype=torch.bool, memory_format=torch.contiguous_format).flatten(2)
+    for piece in context.pieces(flat.size(1), f"the dropout {site.name}"):
+        for row in range(flat.size(0)):
+            drawn = used.keep(row, piece.start, len(piece), flat.size(2), values.device)
+            flat[row, piece.slot : piece.slot + len(piece)] = drawn
+    return values * flat.view(by_sequence.shape).transpose(0, 1 - context.token_dim) * site.scale
 
 
 def keep_weights(site: Site, rows: range, queries: Piece, keys: Piece, num_heads: int, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lss.adapters import transformers
+from lss.adapters.found import attention_modules
 from lss.attention import attention_layers, mask_of
 from lss.context import context_of, is_parallelized
 from lss.dropout import PositionDropout
@@ -34,7 +35,7 @@ def explain(model: nn.Module) -> str:
         refused
           nothing
     """
-    layers = attention_layers(model) or transformers.attention_modules(model)
+    layers = attention_modules(model)
     found = [] if is_parallelized(model) else list(refusals(model))
     parts = {
         "attention": [f"{name}: {_attention(model, name, layer)}" for name, layer in layers.items()],
@@ -50,8 +51,8 @@ def explain(model: nn.Module) -> str:
 
 def _attention(model: nn.Module, name: str, layer: nn.Module) -> str:
     """Its mask, and how it is computed."""
-    mask = mask_of(layer) if attention_layers(layer) else None
-    said = [str(mask)] if mask is not None else ["masked by the rules of transformers"]
+    mask = mask_of(layer) if "" in attention_layers(layer) else None
+    said = [str(mask)] if mask is not None else ["masked as it is called"]
     if is_parallelized(model):
         said.append(context_of(model).choices.get(name, "not called yet"))
     return ", ".join(said)

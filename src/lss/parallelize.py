@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from itertools import count
@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lss.adapters import transformers
-from lss.adapters.losses import with_whole_losses
+from lss.adapters import positions, transformers
+from lss.adapters.found import attention_modules
+from lss.adapters.functions import Entered, Functions
+from lss.adapters.rules import Rules
+from lss.adapters.stacks import cut_in_layers, stacks
+from lss.adapters.torch_nn import SegmentedMultihead
 from lss.attention import (
     AttentionLayer,
     DistributedAttention,
@@ -23,11 +27,13 @@ from lss.attention import (
     Schedule,
     attention_layers,
 )
+from lss.batch import CUTS, Cut
 from lss.collectives import Axis
 from lss.compiled import eager
 from lss.context import SequenceContext, attach
 from lss.dropout import PositionDropout, Site
 from lss.errors import ModelError
+from lss.frames import in_backward
 from lss.gradients import buckets
 from lss.layout import Layout, LayoutName
 from lss.ledger import Ledger
@@ -51,6 +57,8 @@ def parallelize(
     layout: LayoutName = "zigzag",
     seed: int = 0,
     ordered: bool = False,
+    cut: Cut | None = None,
+    safe: Sequence[str] = (),
 ) -> Model:
     """Make a plain model work on one segment a rank, with the result of the whole sequence.
 
@@ -74,6 +82,12 @@ def parallelize(
         seed: Keys the dropout, together with the step.
         ordered: Whether sums over ranks are taken in the order of the ranks, for runs that repeat bit by bit on any
             backend; more is sent.
+        cut: `tokens`: the batch is cut by `lss.shard`, and the whole model works on segments. `layers`: the model is
+            given whole batches, and its tokens are cut on the way into its first layer and put together behind its
+            last; so whatever it does with whole sequences outside of its layers (pooling, patches, positions, masks)
+            stays as it was, at the price of doing it on every rank. None for `layers` where the model takes images or
+            sounds and predicts no tokens, else `tokens`.
+        safe: Names of modules that may be refused and that keep tokens alone all the same, as you say.
 
     Returns:
         The same model. It takes one argument more, `segment`, from `lss.shard`.
@@ -90,28 +104,31 @@ def parallelize(
         >>> model(batch["tokens"], segment=batch["segment"]).shape
         torch.Size([1, 8, 256])
     """
-    layers = attention_layers(model)
     schedule = Schedule(gather, kernel, keep, chunks)
-    for refusal in refusals(model):
+    if cut not in (None, *CUTS):
+        raise ModelError(f"cut={cut!r}", allowed=", ".join(CUTS))
+    cut = cut or ("layers" if transformers.takes_no_tokens(model) else "tokens")
+    for refusal in refusals(model, cut=cut, safe=safe):
         raise refusal
     ledger = Ledger()
     sequence, data = (Axis.of(mesh, name, ledger, ordered=ordered) for name in (SEQUENCE, DATA))
-    context = SequenceContext(sequence, data, seed, ledger)
+    context = SequenceContext(sequence, data, seed, ledger, cut, layout, 1 - _comes_second(model), tuple(safe))
     _send_weights(model, context)
-    _shard_positions(model, layout, context)
-    rates = {name: attention_dropout(layer) for name, layer in layers.items()}
-    sites = count()
-    inside = _key_dropout(model, set(layers), context, sites)
-    for name, layer in layers.items():
-        site = Site(name, rates[name], next(sites), context) if rates[name] else None
-        route = Route(context, schedule, name)
-        layer.forward = DistributedAttention(cast(AttentionLayer, layer), route, signature(layer.forward), site)
-    for module in model.modules():
-        module.register_forward_hook(partial(_watch, context))
+    tables = None if _is_told_positions(model) else positions.tables(model)
+    if cut == "tokens":
+        _shard_positions(model, layout, context)
+    rules = Rules()
+    inside = _replace(model, context, schedule, rules)
+    entered = Entered(partial(Functions, context, schedule, rules, tables))
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(partial(_enter, context, entered, name))
+        module.register_forward_hook(partial(_leave, context, entered, name), always_call=True)
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
+    for stack in stacks(model, attention_modules(model)):
+        if cut == "layers" or transformers.is_of_uncut_encoder(model, stack[0]):
+            cut_in_layers(model, stack, context, joins=cut == "layers")
     if transformers.is_pretrained(model):
-        transformers.adapt(model, context, schedule, sites)
-        with_whole_losses(model, context)
+        transformers.adapt(model, context, schedule)
     model.register_forward_hook(partial(_end, context, inside), always_call=True)
     attach(model, context)
     return model
@@ -177,7 +194,7 @@ def _shard_positions(model: nn.Module, layout: LayoutName, context: SequenceCont
     cut_by = "zigzag" if layout == "balanced" else layout  # a table is not of one batch
     for names, module in _instances(model, LearnedPositions):
         rows = Layout.named(cut_by, module.num_embeddings, context.sequence.size)
-        _replace(model, names, ShardedPositions(module, rows, context, names[0]))
+        _set(model, names, ShardedPositions(module, rows, context, names[0]))
 
 
 def attention_dropout(layer: nn.Module) -> float:
@@ -191,7 +208,7 @@ def _key_dropout(model: nn.Module, layers: set[str], context: SequenceContext, s
     inside = []
     for names, module in _instances(model, nn.Dropout):
         site = Site(names[0], module.p, next(sites), context)
-        _replace(model, names, PositionDropout(site).train(module.training))
+        _set(model, names, PositionDropout(site).train(module.training))
         parent, _, child = names[0].rpartition(".")
         within = any(parent == layer or parent.startswith(f"{layer}.") for layer in layers)
         if within and module.p and not (parent in layers and child == "attention_dropout"):
@@ -208,20 +225,65 @@ def _instances(model: nn.Module, kind: type[Module]) -> list[tuple[list[str], Mo
     return list(found.values())
 
 
-def _replace(model: nn.Module, names: list[str], module: nn.Module) -> None:
+def _set(model: nn.Module, names: list[str], module: nn.Module) -> None:
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, module)
 
 
-def _watch(context: SequenceContext, module: nn.Module, args: Any, outputs: Any) -> None:
-    if not torch.compiler.is_compiling():  # what is compiled is not recomputed as modules
-        context.watch(outputs)
+def _replace(model: nn.Module, context: SequenceContext, schedule: Schedule, rules: Rules) -> list[Site]:
+    """Replace dropout and the forwards of attention layers; the sites that such a forward must come to."""
+    layers, sites = attention_layers(model), count()
+    rates = {name: attention_dropout(layer) for name, layer in layers.items()}
+    inside = _key_dropout(model, set(layers), context, sites)
+    for name, layer in layers.items():
+        site = Site(name, rates[name], next(sites), context) if rates[name] else None
+        route = Route(context, schedule, name)
+        layer.forward = DistributedAttention(cast(AttentionLayer, layer), route, signature(layer.forward), site)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            site = Site(name, module.dropout, next(sites), context)
+            module.forward = SegmentedMultihead(module, Route(context, schedule, name), site, rules)  # type: ignore[method-assign]
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+    return inside
+
+
+def _is_told_positions(model: nn.Module) -> bool:
+    """Whether a model takes positions as an argument, or its layers do, so that its code need not make them."""
+    return bool(attention_layers(model)) or "position_ids" in signature(model.forward).parameters
+
+
+def _comes_second(model: nn.Module) -> bool:
+    """Whether sequences come second in what its modules are given, [S, B, E]."""
+    return any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in model.modules())
+
+
+def _enter(context: SequenceContext, entered: Entered, name: str, module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if not context.frames.running:
+        entered.enter()
+    context.frames.enter(name)
+
+
+def _leave(context: SequenceContext, entered: Entered, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
+    if torch.compiler.is_compiling():  # what is compiled is not recomputed as modules
+        return
+    context.watch(outputs)
+    context.frames.leave(name)
+    if not context.frames.running:
+        entered.leave()
 
 
 @eager
 def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: Any, outputs: Any) -> None:
     """The call is over; a dropout of an attention layer that it did not come to would have been lost in silence."""
+    if context.cut == "layers" and context.is_cut and outputs is not None and not in_backward():
+        raise ModelError(
+            "the model left its layers before the last one",
+            allowed="with cut='layers', models that call all of their layers in order",
+        )
     context.end()
     skipped = [site.name for site in inside if site.last_call != context.num_calls]
     if model.training and outputs is not None and skipped:
@@ -235,5 +297,7 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
 def _begin(
     context: SequenceContext, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    context.begin(kwargs.pop("segment", None), training=model.training)
+    first = next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), None)
+    sequences = first.size(1 - context.token_dim) if first is not None and first.dim() > 1 else 0
+    context.begin(kwargs.pop("segment", None), sequences, training=model.training)
     return args, kwargs

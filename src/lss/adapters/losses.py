@@ -1,85 +1,76 @@
-"""Losses that a model works out itself, of its own segment's tokens: made those of the whole batch."""
+"""Losses that a model works out itself, of its own segment's tokens or of whole sequences: those of the whole batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from lss.context import SequenceContext, wide
 from lss.errors import ModelError
 
 _CROSS_ENTROPY = signature(F.cross_entropy)
+_BY_VALUE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
 _OTHERS = (
-    F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits, F.ctc_loss, F.cosine_embedding_loss, F.margin_ranking_loss, F.multi_margin_loss,
-    F.hinge_embedding_loss, F.triplet_margin_loss, F.gaussian_nll_loss, F.poisson_nll_loss,
+    F.nll_loss, F.kl_div, F.binary_cross_entropy, F.ctc_loss, F.cosine_embedding_loss, F.margin_ranking_loss,
+    F.multi_margin_loss, F.hinge_embedding_loss, F.triplet_margin_loss, F.gaussian_nll_loss, F.poisson_nll_loss,
 )  # fmt: skip
+# Functions that take the mean, or the sum, over tokens or sequences.
+TAKEN = frozenset((F.cross_entropy, *_BY_VALUE, *_OTHERS))
 
 
-def with_whole_losses(model: nn.Module, context: SequenceContext) -> None:
-    """Have cross-entropies that the model's forward takes be means over the tokens of all ranks, in place."""
-    forward = model.forward
+def whole(function: Callable[..., Any], args: Any, kwargs: Any, context: SequenceContext) -> Tensor:
+    """A loss over all ranks; its backward is the rank's share, which averaging adds up.
 
-    @wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with _WholeLosses(context):
-            return forward(*args, **kwargs)
+    Args:
+        function: One of `TAKEN`.
+        args: What it was given.
+        kwargs: The same by name.
+        context: Of the parallelized model.
 
-    model.forward = wrapped
-
-
-class _WholeLosses(TorchFunctionMode):
-    """Takes cross-entropies in hand; refuses other losses, whose mean would be one rank's, and masks of no position."""
-
-    def __init__(self, context: SequenceContext) -> None:
-        super().__init__()
-        self.context = context
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        given = kwargs or {}
-        if function is F.cross_entropy:
-            return self._cross_entropy(args, given)
-        if function is F.dropout:
-            _refuse_dropout(*args, **given)
-        if function in _OTHERS and given.get("reduction", "mean") != "none":
-            raise ModelError(
-                f"the model takes a {function.__name__} of its own segment's tokens",
-                allowed="F.cross_entropy inside of the model",
-                remedy="call the model without labels, and take a loss of lss.losses of its outputs",
-            )
-        return function(*args, **given)
-
-    def _cross_entropy(self, args: Any, kwargs: Any) -> Any:
-        bound = _CROSS_ENTROPY.bind(*args, **kwargs)
-        bound.apply_defaults()
-        named = bound.arguments
-        logits, labels, reduction = wide(named["input"]), named["target"], named["reduction"]
-        if reduction == "none":
-            return F.cross_entropy(*args, **kwargs)
-        if labels.is_floating_point() or named["weight"] is not None:
-            raise ModelError("a cross-entropy with weights or soft labels", allowed="integer labels without weights")
-        options = {name: named[name] for name in ("ignore_index", "label_smoothing")}
-        total = F.cross_entropy(logits, labels, reduction="sum", **options)
-        number = (labels != named["ignore_index"]).sum() if reduction == "mean" else None
-        return _Whole.apply(total, number, self.context)  # type: ignore[no-untyped-call]
-
-
-def _refuse_dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
-    if training and p:
+    Raises:
+        ModelError: It would be the mean of one rank's tokens.
+    """
+    if kwargs.get("reduction", "mean") == "none":
+        return function(*args, **kwargs)  # type: ignore[no-any-return]
+    if function is F.cross_entropy:
+        return _cross_entropy(args, kwargs, context)
+    reduction = kwargs.get("reduction", "mean")
+    if context.is_cut or function in _OTHERS or len(args) > 2 or reduction not in ("mean", "sum"):
         raise ModelError(
-            f"the model drops values by F.dropout at a rate of {p}, whose masks know no position",
-            allowed="nn.Dropout modules, which are keyed by position",
-            remedy="set the rate to 0 in the model's configuration",
+            f"the model takes a {function.__name__} of {'its own segment' if context.is_cut else 'its sequences'}",
+            allowed="F.cross_entropy inside of the model; where layers cut the tokens, squared and absolute errors and "
+            "binary cross-entropy of logits too",
+            remedy="call the model without labels, and take a loss of lss.losses of its outputs",
         )
+    values = function(*args, **{**kwargs, "reduction": "none"})
+    number = torch.tensor(values.numel(), device=values.device) if reduction == "mean" else None
+    return _over_ranks(wide(values).sum(), number, context)
+
+
+def _cross_entropy(args: Any, kwargs: Any, context: SequenceContext) -> Tensor:
+    bound = _CROSS_ENTROPY.bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = bound.arguments
+    logits, labels, reduction = wide(named["input"]), named["target"], named["reduction"]
+    if labels.is_floating_point() or named["weight"] is not None:
+        raise ModelError("a cross-entropy with weights or soft labels", allowed="integer labels without weights")
+    options = {name: named[name] for name in ("ignore_index", "label_smoothing")}
+    total = F.cross_entropy(logits, labels, reduction="sum", **options)
+    number = (labels != named["ignore_index"]).sum() if reduction == "mean" else None
+    return _over_ranks(total, number, context)
+
+
+def _over_ranks(total: Tensor, number: Tensor | None, context: SequenceContext) -> Tensor:
+    """Sequences that are whole are there on every rank of a group: each counts for its part."""
+    share = 1 if context.is_cut else context.sequence.size
+    number = None if number is None else number.double() / share
+    loss: Tensor = _Whole.apply(total / share, number, context)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _Whole(torch.autograd.Function):
@@ -91,7 +82,7 @@ class _Whole(torch.autograd.Function):
             ctx.number = 1.0
             return context.sum_over_ranks(total.detach())
         found = context.sum_over_ranks(torch.stack([total.detach().double(), number.double()]))
-        ctx.number = found[1].clamp(min=1)
+        ctx.number = found[1].clamp(min=torch.finfo(torch.float64).tiny)
         mean: Tensor = (found[0] / ctx.number).to(total.dtype)
         return mean
 

@@ -17,6 +17,7 @@ from lss.compiled import eager
 from lss.context import SequenceContext, autocast_dtype
 from lss.dropout import Site
 from lss.errors import LayoutError, ModelError
+from lss.layout import Layout
 from lss.masks import Causal, Full, Mask
 
 # What makes a module an attention layer.
@@ -105,6 +106,7 @@ class Route:
         dropout: Site | None = None,
         source: Source | None = None,
         inputs: tuple[Tensor, ...] = (),
+        of_source: bool = False,
     ) -> Tensor:
         """Attention of the present segment's queries: [B, H, S, D].
 
@@ -119,18 +121,15 @@ class Route:
             dropout: Place of the dropout of attention weights, where they are dropped in this call.
             source: What is gathered; None for keys and values.
             inputs: What the source needs besides.
+            of_source: Whether keys and values are those of an encoder, whose tokens may be whole on every rank.
         """
-        context, layout = self.context, self.context.layout
         if query.size(-1) != key.size(-1) or query.size(1) % key.size(1) or key.shape[:3] != value.shape[:3]:
             raise ModelError(
                 f"{self.name} has queries, keys and values of {[tuple(t.shape) for t in (query, key, value)]}",
                 allowed="[B, H, S, D], [B, K, S, D] and [B, K, S, any width], H a multiple of K",
             )
-        for tensor in (query, key):
-            self.require_slots(tensor.size(2))
-        if dropout:
-            dropout.enter()
-        scene = Scene(self._of_batch(mask), layout, layout, scale, bias, dropout)
+        context, used = self.context, dropout.enter(query.size(0)) if dropout else None
+        scene = Scene(*self._seen(mask, query.size(2), key.size(2), of_source=of_source), scale, bias, used)
         source = source or KeyValue(self.schedule.gather == "separate" or key.size(-1) != value.size(-1))
         tensors = (query, key, value)
         call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name)
@@ -140,15 +139,30 @@ class Route:
 
     def require_slots(self, number: int) -> None:
         """Raise LayoutError unless so many tokens are those of the present segment."""
-        size = self.context.layout.segment_length
-        if number != size:
-            raise LayoutError(
-                f"{self.name} was given {number} tokens of a segment that has {size} slots",
-                allowed="the tokens that lss.shard returned, with the segment that it returned beside them",
-            )
+        self.context.pieces(number, self.name)
 
-    def _of_batch(self, mask: Mask) -> Mask:
-        of_batch = self.context.present.mask
+    def _seen(self, mask: Mask, num_queries: int, num_keys: int, *, of_source: bool) -> tuple[Mask, Layout, Layout]:
+        """Who sees whom, and the layouts of queries and keys. What is not cut, every rank has whole."""
+        context = self.context
+        self.require_slots(num_queries)
+        if not context.is_cut:
+            return mask, Layout.contiguous(num_queries, 1), Layout.contiguous(num_keys, 1)
+        queries = context.layout
+        if not of_source:
+            self.require_slots(num_keys)
+            return self._joined(mask, context.present.mask), queries, queries
+        keys = context.source
+        if keys is None:
+            return mask, queries, Layout.contiguous(num_keys, 1)
+        if num_keys != keys.layout.segment_length:
+            raise LayoutError(
+                f"{self.name} was given {num_keys} keys of an encoder's segment of {keys.layout.segment_length} slots",
+                allowed="what the encoder returned",
+            )
+        return self._joined(mask, context.mask_of_source(keys)), queries, keys.layout
+
+    @staticmethod
+    def _joined(mask: Mask, of_batch: Mask) -> Mask:
         if of_batch == Full():
             return mask
         return of_batch if mask == Full() else mask & of_batch

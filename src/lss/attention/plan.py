@@ -159,9 +159,9 @@ def _plan(
     mask: Mask, num_sequences: int, queries: Layout, keys: Layout, rank: int, limits: Limits, num_chunks: int
 ) -> Plan:
     own_queries = queries.pieces(rank)
+    if keys.num_ranks == 1:  # every rank has them all
+        return Plan(_blocks(mask, num_sequences, own_queries, keys.pieces(0), limits), ())
     own = _blocks(mask, num_sequences, own_queries, keys.pieces(rank), limits)
-    if keys.num_ranks == 1:
-        return Plan(own, ())
     chunks = []
     size = -(-keys.segment_length // num_chunks)
     for start in range(0, keys.segment_length, size):

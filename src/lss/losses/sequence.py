@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lss.batch import IGNORE_INDEX, Segment
+from lss.batch import IGNORE_INDEX
 from lss.collectives import gather, sum_over
 from lss.context import context_of, wide
 from lss.errors import LayoutError
+from lss.segment import Segment
 
 
 def sequence_share(model: nn.Module, loss_of_group: Tensor) -> Tensor:

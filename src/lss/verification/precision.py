@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lss.callers import calling_module, is_of_this_package
+
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
-# What of this package runs a model's own operations.
-_OF_MODELS = ("lss.models.", "lss.adapters.losses")
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -28,21 +28,13 @@ def computing_in(dtype: torch.dtype) -> AbstractContextManager[object]:
 class _Widened(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if _called_by_this_package():
+        if is_of_this_package(calling_module(sys._getframe(1))):
             return function(*args, **given)
         if function in _CASTS:
             return args[0].double()
         result = function(*map(_widened, args), **{name: _widened(value) for name, value in given.items()})
         from_integers = not any(isinstance(part, Tensor) and part.is_floating_point() for part in args)
         return result.double() if from_integers and isinstance(result, Tensor) and result.dtype in _NARROW else result
-
-
-def _called_by_this_package() -> bool:
-    frame = sys._getframe(2)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "torch":
-        frame = frame.f_back
-    name = frame.f_globals.get("__name__", "")
-    return name.startswith("lss.") and not name.startswith(_OF_MODELS)
 
 
 def _widened(value: Any) -> Any:

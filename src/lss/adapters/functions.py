@@ -1,0 +1,149 @@
+"""What a model's code calls of torch, as it has to be over segments: attention, positions, dropout, losses.
+
+The functions are taken in hand while the outermost module of a parallelized model runs, in a recomputation too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lss.adapters import losses, mixing, positions
+from lss.adapters.rules import Rule, Rules
+from lss.attention import Route, Schedule
+from lss.callers import calling_module, is_of_this_package
+from lss.compiled import eager
+from lss.context import SequenceContext
+from lss.dropout import Site, drop
+from lss.errors import ModelError
+from lss.masks import Causal, Full
+
+_TAKEN = {F.scaled_dot_product_attention, F.dropout} | losses.TAKEN | positions.MADE | mixing.WATCHED
+# Makes masks of transformers, which are made of rules instead.
+_MAKES_MASKS = "transformers.masking_utils"
+
+
+class Functions(TorchFunctionMode):
+    """Takes functions of torch in hand.
+
+    Args:
+        context: Of the parallelized model.
+        schedule: How attention is computed.
+        rules: Of masks.
+        tables: Identities of the tensors that may hold a row a position; None where the model is told positions.
+    """
+
+    def __init__(
+        self, context: SequenceContext, schedule: Schedule, rules: Rules, tables: frozenset[int] | None
+    ) -> None:
+        super().__init__()
+        self.context, self.schedule, self.rules, self.tables = context, schedule, rules, tables
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if function in _TAKEN and not is_of_this_package(caller := calling_module(sys._getframe(1))):
+            return self._taken(function, args, given, caller)
+        return function(*args, **given)
+
+    def _taken(self, function: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> Any:
+        context = self.context
+        if function is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if function is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if function in losses.TAKEN:
+            return losses.whole(function, args, kwargs, context)
+        if context.is_cut and context.sequence.size > 1 and caller != _MAKES_MASKS:
+            if self.tables is not None and function in positions.MADE:
+                found = positions.made(function, args, kwargs, context, self.tables)
+                if found is not None:
+                    return found
+            mixing.refuse(function, args, kwargs, context)
+        return function(*args, **kwargs)
+
+    @eager
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.dim() not in (3, 4):
+            raise ModelError(
+                f"attention of queries {tuple(query.shape)} in {self._here}", allowed="[B, H, S, D] or [B, S, D]"
+            )
+        heads = [part if part.dim() == 4 else part.unsqueeze(1) for part in (query, key, value)]
+        rule: Rule = (
+            ((Causal() if is_causal else Full()), None) if attn_mask is None else self.rules.of_pairs(attn_mask)
+        )
+        route = Route(self.context, self.schedule, self._here)
+        dropout = self._site(dropout_p) if dropout_p else None
+        of_source = self._of_source(heads)
+        attended = route.attend(
+            heads[0], heads[1], heads[2], rule[0], scale=scale, bias=rule[1], dropout=dropout, of_source=of_source
+        )
+        return attended if query.dim() == 4 else attended.squeeze(1)
+
+    def _of_source(self, heads: list[Tensor]) -> bool:
+        """Whether keys are an encoder's: told by their number, as the function is not told."""
+        context = self.context
+        if not context.is_cut:
+            return False
+        own = context.layout.segment_length
+        if context.source is None:
+            return heads[1].size(2) != own
+        if context.source.layout.segment_length == own:
+            raise ModelError(
+                f"{self._here} may attend to its own sequence or to an encoder's: both have {own} slots on each rank",
+                allowed="encoder and decoder sequences of different lengths",
+                remedy="pad one of them by a token a rank",
+            )
+        return heads[1].size(2) == context.source.layout.segment_length
+
+    def _dropout(self, values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return drop(values, self._site(p)) if training and p else values
+
+    def _site(self, rate: float) -> Site:
+        """The place of a function in the innermost module's code, of which there may be several."""
+        name = f"{self._here}.dropout()"
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        return Site(name, rate, number, self.context)
+
+    @property
+    def _here(self) -> str:
+        return self.context.frames.innermost or "the model"
+
+
+class Entered:
+    """Enters and leaves `Functions` with the outermost module that runs."""
+
+    def __init__(self, make: Callable[[], Functions]) -> None:
+        self.make = make
+        self._mode: Functions | None = None
+
+    @eager
+    def enter(self) -> None:
+        """The outermost module begins."""
+        if self._mode is None:
+            self._mode = self.make()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    @eager
+    def leave(self) -> None:
+        """It is over."""
+        if self._mode is not None:
+            mode, self._mode = self._mode, None
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -1,0 +1,100 @@
+"""Models whose layers cut whole sequences: each rank works on its own tokens between the first layer and the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lss.collectives import gather
+from lss.context import SequenceContext
+from lss.errors import ModelError
+from lss.frames import in_backward
+
+
+def stacks(model: nn.Module, attention: Iterable[str]) -> list[list[str]]:
+    """Names of the modules of each stack of layers, in order.
+
+    A stack is the outermost list (or sequence) of modules that holds attention, from its first member that does to its
+    last; attention in no list is a stack of its own.
+
+    Args:
+        model: The model.
+        attention: Names of its attention modules.
+    """
+    found: dict[str, list[str]] = {}
+    for name in attention:
+        container = next((outer for outer in _ancestors(name) if _is_list(model.get_submodule(outer))), None)
+        if container is None:
+            found[name] = [name]
+            continue
+        prefix = f"{container}." if container else ""
+        member = prefix + name.removeprefix(prefix).split(".")[0]
+        members = found.setdefault(container + ".*", [])
+        if member not in members:
+            members.append(member)
+    return list(found.values())
+
+
+def cut_in_layers(model: nn.Module, stack: list[str], context: SequenceContext, *, joins: bool) -> None:
+    """Have a stack's first member cut its input, and its last one join its output, in place.
+
+    Args:
+        model: The model.
+        stack: Names of its members.
+        context: Of the model.
+        joins: Whether whole sequences go on behind it; in an encoder whose decoder is cut by tokens they do not.
+    """
+    for name in stack:
+        model.get_submodule(name).register_forward_pre_hook(partial(_cut, context, name), with_kwargs=True)
+    if joins:
+        model.get_submodule(stack[-1]).register_forward_hook(partial(_join, context, stack[-1]))
+
+
+def _ancestors(name: str) -> list[str]:
+    """Of a module, outermost first, the model itself among them."""
+    parts = name.split(".")
+    return [".".join(parts[:number]) for number in range(len(parts))]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _cut(
+    context: SequenceContext, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first tensor is the tokens; rotary angles that are handed to each layer are cut too."""
+    tokens = next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), None)
+    if tokens is None or tokens.dim() < 3:
+        raise ModelError(
+            f"{name} was not given the tokens as its first tensor, [B, L, E]",
+            allowed="layers that take hidden states first",
+        )
+    dim, length = context.token_dim, tokens.size(context.token_dim)
+    if not context.is_cut:
+        context.cut_tokens(tokens.size(1 - dim), length)
+    layout, rank = context.layout, context.sequence.rank
+    angles = kwargs.get("position_embeddings")
+    if isinstance(angles, tuple) and angles[0].size(-2) == layout.length:
+        parts = tuple(layout.shard(part, rank, dim=part.dim() - 2, fill=None) for part in angles)
+        kwargs = {**kwargs, "position_embeddings": parts}
+    if length != layout.length:
+        return args, kwargs
+    part = layout.shard(tokens, rank, dim=dim, fill=None)
+    replaced: Callable[[Any], Any] = lambda value: part if value is tokens else value  # noqa: E731
+    return tuple(map(replaced, args)), {key: replaced(value) for key, value in kwargs.items()}
+
+
+def _join(context: SequenceContext, name: str, module: nn.Module, args: Any, outputs: Any) -> Any:
+    tokens, others = (outputs, ()) if isinstance(outputs, Tensor) else (outputs[0], tuple(outputs[1:]))
+    if any(isinstance(part, Tensor) for part in others):
+        raise ModelError(f"{name} returns more than one tensor", allowed="layers that return hidden states alone")
+    layout, dim = context.layout, context.token_dim
+    by_slot = tokens.transpose(0, dim)  # [S, B, E]
+    whole = layout.unshard(gather(by_slot.contiguous(), context.sequence, name), dim=0).transpose(0, dim)
+    if not in_backward():
+        context.join_tokens()
+    return whole if isinstance(outputs, Tensor) else (whole, *others)

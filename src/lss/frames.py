@@ -1,0 +1,90 @@
+"""Which modules of a model are running, and which use of a place this is, in a recomputation too."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from lss.errors import ModelError
+
+
+@dataclass
+class Frame:
+    """A module that is running.
+
+    Args:
+        name: Of the module.
+        entry: How many times it was entered before, in the present call of the model.
+        uses: How often each place in it was used since.
+    """
+
+    name: str
+    entry: int
+    uses: Counter[str] = field(default_factory=Counter)
+
+
+class Frames:
+    """The running modules of a model, outermost first, told by hooks."""
+
+    def __init__(self) -> None:
+        self.running: list[Frame] = []
+        self._entries: Counter[str] = Counter()
+        self._most: Counter[str] = Counter()  # entries of one call, over all calls
+
+    def begin(self) -> None:
+        """A call of the model begins."""
+        self._entries.clear()
+
+    def enter(self, name: str) -> None:
+        """A module is entered; the same one may be running already, in a recomputation of its parent."""
+        if in_backward():
+            self.running.append(Frame(name, 0))
+            return
+        self.running.append(Frame(name, self._entries[name]))
+        self._entries[name] += 1
+        self._most[name] = max(self._most[name], self._entries[name])
+
+    def leave(self, name: str) -> None:
+        """It is left, by return or by an error."""
+        if self.running and self.running[-1].name == name:
+            self.running.pop()
+
+    @property
+    def innermost(self) -> str:
+        """Name of the module whose own code is running; empty for the model itself, and where none is known."""
+        return self.running[-1].name if self.running else ""
+
+    def use(self, place: str, *, depth: int = 1) -> int:
+        """A number of this use of a place, the same in a recomputation: 0 for the first one in a call of the model.
+
+        Args:
+            place: Name of a module, or of a function in it.
+            depth: 1 if it belongs to the code of the innermost module, 2 if it is that module.
+
+        Raises:
+            ModelError: The use cannot be told from others in a recomputation.
+        """
+        if len(self.running) < depth:
+            return 0
+        user = self.running[-depth]
+        number = user.uses[place]
+        user.uses[place] += 1
+        if in_backward() and self._most[user.name] > 1:
+            raise ModelError(
+                f"{user.name} is called {self._most[user.name]} times in a call of the model, and {place} in it draws "
+                "masks in a recomputation, where they cannot be told apart",
+                allowed="recomputation of modules that are called once, or dropout 0",
+            )
+        canonical = depth == 1 or place.rpartition(".")[0] == user.name
+        if canonical and not number and not user.entry:
+            return 0
+        said = f"{user.name} {user.entry} {place} {number}"
+        return 1 + int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+
+
+def in_backward() -> bool:
+    """Whether a backward is running, as it is around the recomputation of activations."""
+    return torch._C._current_graph_task_id() != -1
