@@ -122,7 +122,7 @@ def over_ranks(
     mesh = lss.init_mesh(num_ranks, groups, device="cpu")
     model = lss.parallelize(make(name, **changed), mesh, cut=cut)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     group = mesh.get_local_rank("data")
     given = {key: tensor.chunk(groups)[group] for key, tensor in batch(name, kind).items()}
     part = lss.shard(given, mesh, shift_labels=0, step=0, cut=cut or "tokens")

@@ -21,6 +21,7 @@ from lss.masks import Mask
 from lss.segment import Segment, Whole, mask_between
 
 _ATTRIBUTE = "lss_context"
+_WATCHED = "lss_watched"
 
 
 @dataclass
@@ -131,7 +132,8 @@ class SequenceContext:
         Other calls may have come between a call and its backward: further micro-batches, or an evaluation.
         """
         if isinstance(outputs, Tensor):
-            if outputs.requires_grad and not in_backward():
+            if outputs.requires_grad and not in_backward() and not hasattr(outputs, _WATCHED):
+                setattr(outputs, _WATCHED, True)  # by the module that made it; others may hand it on
                 outputs.register_hook(partial(self._resume, self.last, self.step))
         elif isinstance(outputs, Mapping):
             self.watch(tuple(outputs.values()))

@@ -118,7 +118,8 @@ def parallelize(
     if cut == "tokens":
         _shard_positions(model, layout, context)
     rules = Rules()
-    inside = _replace(model, context, schedule, rules)
+    sites = count()
+    inside = _replace(model, context, schedule, rules, sites)
     entered = Entered(partial(Functions, context, schedule, rules, tables))
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(_enter, context, entered, name))
@@ -128,7 +129,7 @@ def parallelize(
         if cut == "layers" or transformers.is_of_uncut_encoder(model, stack[0]):
             cut_in_layers(model, stack, context, joins=cut == "layers")
     if transformers.is_pretrained(model):
-        transformers.adapt(model, context, schedule)
+        transformers.adapt(model, context, schedule, sites)
     model.register_forward_hook(partial(_end, context, inside), always_call=True)
     attach(model, context)
     return model
@@ -231,9 +232,11 @@ def _set(model: nn.Module, names: list[str], module: nn.Module) -> None:
         setattr(model.get_submodule(parent), child, module)
 
 
-def _replace(model: nn.Module, context: SequenceContext, schedule: Schedule, rules: Rules) -> list[Site]:
+def _replace(
+    model: nn.Module, context: SequenceContext, schedule: Schedule, rules: Rules, sites: Iterator[int]
+) -> list[Site]:
     """Replace dropout and the forwards of attention layers; the sites that such a forward must come to."""
-    layers, sites = attention_layers(model), count()
+    layers = attention_layers(model)
     rates = {name: attention_dropout(layer) for name, layer in layers.items()}
     inside = _key_dropout(model, set(layers), context, sites)
     for name, layer in layers.items():

@@ -90,9 +90,9 @@ def _cut(
 
 def _join(context: SequenceContext, name: str, module: nn.Module, args: Any, outputs: Any) -> Any:
     tokens, others = (outputs, ()) if isinstance(outputs, Tensor) else (outputs[0], tuple(outputs[1:]))
-    if any(isinstance(part, Tensor) for part in others):
-        raise ModelError(f"{name} returns more than one tensor", allowed="layers that return hidden states alone")
     layout, dim = context.layout, context.token_dim
+    if any(isinstance(part, Tensor) and layout.segment_length in part.shape for part in others):
+        raise ModelError(f"{name} returns several tensors of tokens", allowed="layers that return hidden states alone")
     by_slot = tokens.transpose(0, dim)  # [S, B, E]
     whole = layout.unshard(gather(by_slot.contiguous(), context.sequence, name), dim=0).transpose(0, dim)
     if not in_backward():

@@ -28,8 +28,6 @@ from lss.masks import Causal, Full, Mask, Padding, Window
 
 _NAME = "lss"
 _PLACE = "lss_place"
-# Numbers of dropout places from here on are those of the library's attention modules.
-_FIRST_SITE = 2**32
 # How models are named whose outputs and losses are of single tokens.
 _TOKEN_HEADS = (
     "ForCausalLM",
@@ -101,13 +99,14 @@ def refusals(model: nn.Module, cut: Cut) -> Iterator[ModelError]:
         )
 
 
-def adapt(model: Any, context: SequenceContext, schedule: Schedule) -> None:
+def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: Iterator[int]) -> None:
     """Have the model's attention go over segments, in place.
 
     Args:
         model: A PreTrainedModel.
         context: Of the parallelized model.
         schedule: How attention is computed.
+        sites: Numbers of the places of dropout.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415  (an optional dependency)
 
@@ -115,8 +114,8 @@ def adapt(model: Any, context: SequenceContext, schedule: Schedule) -> None:
     AttentionMaskInterface.register(_NAME, mask)
     model.set_attn_implementation(_NAME)
     modules = attention_modules(model)
-    for number, (name, module) in enumerate(modules.items()):
-        site = Site(name, 0.0, _FIRST_SITE + number, context)
+    for name, module in modules.items():
+        site = Site(name, 0.0, next(sites), context)
         setattr(module, _PLACE, _Place(Route(context, schedule, name), site, _bias(modules, name)))
         module.register_forward_pre_hook(_look, with_kwargs=True)
     for part in model.modules():
