@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 # What of this package runs a model's own operations.
-_OF_MODELS = ("lss.models.", "lss.adapters.losses")
+_OF_MODELS = ("lss.models.", "lss.adapters.losses", "lss.verification.reference")
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
