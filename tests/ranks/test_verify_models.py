@@ -132,7 +132,7 @@ class Pools(nn.Module):
 
     def __init__(self):
         super().__init__()
-        from lss.models import GPT
+        from lss.models import GPT, GPTConfig
         self.inner = GPT(GPTConfig(16, 1, 2, vocabulary=31, max_length=9))
 
     def forward(self, input_ids):
