@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import FrameType
 
 # What of this package runs a model's own operations.
-_OF_MODELS = ("lss.models.", "lss.adapters.functions", "lss.adapters.losses")
+_OF_MODELS = ("lss.models.", "lss.adapters.functions", "lss.adapters.losses", "lss.verification.reference")
 
 
 def calling_module(frame: FrameType | None) -> str:

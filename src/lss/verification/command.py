@@ -27,6 +27,7 @@ def read_verify(arguments: Sequence[str]) -> Job:
     add_attention(made)
     made.add_argument("--length", type=int, default=0, help="tokens of a sequence, for presets and .toml files")
     made.add_argument("--sequences", type=int, default=1, help="sequences a data group, for presets and .toml files")
+    made.add_argument("--shift-labels", type=int, help="as of lss.shard (default: 1 where the model's own loss shifts)")
     made.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
     made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where to run (default cpu)")
     made.add_argument("--json", default="", help="a file for the report")
@@ -34,8 +35,9 @@ def read_verify(arguments: Sequence[str]) -> Job:
     for name in ("sequences", "steps"):
         if getattr(given, name) < 1:
             raise ConfigError(f"{name} = {getattr(given, name)}", allowed="at least 1")
-    if given.length < 0:
-        raise ConfigError(f"length = {given.length}", allowed="at least 1, or 0 for the default")
+    for name in ("length", "shift_labels"):
+        if (getattr(given, name) or 0) < 0:
+            raise ConfigError(f"{name} = {getattr(given, name)}", allowed="at least 0")
     check_degrees(given.sequence, given.data)
     target = Target(given.target, given.length, given.sequences * given.data)
     parallel = ParallelConfig(given.sequence, given.data, given.device)
@@ -44,6 +46,7 @@ def read_verify(arguments: Sequence[str]) -> Job:
         target=target,
         parallel=parallel,
         attention=attention_of(given),
+        shift_labels=given.shift_labels,
         steps=given.steps,
         file=given.json,
     )
@@ -51,7 +54,13 @@ def read_verify(arguments: Sequence[str]) -> Job:
 
 
 def verify_target(
-    world: World, target: Target, parallel: ParallelConfig, attention: AttentionConfig, steps: int, file: str
+    world: World,
+    target: Target,
+    parallel: ParallelConfig,
+    attention: AttentionConfig,
+    shift_labels: int | None,
+    steps: int,
+    file: str,
 ) -> None:
     """Verify, print the report, and write it as JSON where asked.
 
@@ -68,7 +77,7 @@ def verify_target(
             batch,
             mesh,
             attention=attention,
-            shift_labels=target.shift_labels,
+            shift_labels=target.shift_labels(model) if shift_labels is None else shift_labels,
             steps=steps,
             progress=status.update,
         )

@@ -58,6 +58,7 @@ class Report:
         first_forward: First module in order of execution whose output parts from the serial run's; empty if none.
         last_equal: The module before it, whose output is equal; empty if none.
         first_backward: First module, as backward reaches it, at whose output the gradient parts; empty if none.
+        left_out: Outputs that were not compared, as they are not of tokens.
     """
 
     title: str
@@ -65,6 +66,7 @@ class Report:
     first_forward: str = ""
     last_equal: str = ""
     first_backward: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -79,6 +81,7 @@ class Report:
             "first_forward": self.first_forward,
             "last_equal": self.last_equal,
             "first_backward": self.first_backward,
+            "left_out": list(self.left_out),
             "checks": [asdict(check) | {"error": _json(check.error), "passed": check.passed} for check in self.checks],
         }
 
@@ -105,6 +108,8 @@ class Report:
                 lines.append(Text("look at the first, and at the code that runs between the two"))
         elif self.first_backward:
             lines.append(Text(f"first module, going backward, whose gradient differs: {self.first_backward}", "red"))
+        if self.left_out:
+            lines.append(Text(f"outputs not compared, as they are not [B, L, ...]: {', '.join(self.left_out)}"))
         counts = f"{len(self.checks) - len(bad)} of {len(self.checks)} checks hold"
         verdict = "NOT EQUAL" if bad else "EQUAL"
         lines.append(Text(f"{verdict} to the serial run: {counts}", "bold red" if bad else "bold green"))
@@ -115,10 +120,12 @@ def _json(error: float) -> float | None:
     return error if math.isfinite(error) else None  # JSON knows neither NaN nor infinity
 
 
-def report(title: str, checks: Iterable[Check], *names: str) -> Report:
-    """A report with the worst check first; names of modules as in `Report`."""
+def report(
+    title: str, checks: Iterable[Check], names: tuple[str, str, str] = ("", "", ""), left_out: tuple[str, ...] = ()
+) -> Report:
+    """A report with the worst check first; names of modules, and outputs left out, as in `Report`."""
     ordered = sorted(checks, key=lambda check: check.excess, reverse=True)
-    return Report(title, tuple(ordered), *names)
+    return Report(title, tuple(ordered), *names, left_out)
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:

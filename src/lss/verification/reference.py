@@ -10,14 +10,19 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from itertools import count
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from lss.adapters import transformers
 from lss.attention import attention_layers, mask_of
 from lss.parallelize import attention_dropout
 
@@ -49,21 +54,34 @@ class Place:
         kept = torch.from_numpy((bits[self.start :, :columns].astype(np.int64) >= levels - 2**15).astype(np.float64))
         return kept * (2**16 / (2**16 - levels))
 
+    def keep_weights(self, number: int, rate: float, weights: Tensor) -> Tensor:
+        """The same for attention weights [B, H, L, L] of the tokens from `start` on; bits are drawn a block of keys."""
+        rows, heads, length, _ = weights.shape
+        first, stop = self.start // _KEYS, (self.start + length - 1) // _KEYS + 1
+        keep = torch.zeros(rows, length, (stop - first) * _KEYS, heads, dtype=weights.dtype)
+        for row in range(rows):
+            for block in range(first, stop):
+                drawn = self.keep(number, rate, row, length, _KEYS * heads, block)
+                begin = (block - first) * _KEYS
+                keep[row, :, begin : begin + _KEYS] = drawn.view(length, _KEYS, heads)
+        begin = self.start - first * _KEYS
+        return keep[:, :, begin : begin + length].permute(0, 3, 1, 2)
+
 
 class SerialDropout(nn.Module):
     """Takes the place of an `nn.Dropout` in the serial run."""
 
-    def __init__(self, place: Place, number: int, rate: float) -> None:
+    def __init__(self, place: Place, number: int, p: float) -> None:
         super().__init__()
-        self.place, self.number, self.rate = place, number, rate
+        self.place, self.number, self.p = place, number, p
 
     def forward(self, values: Tensor) -> Tensor:
         """[B, L, F], or [B, F]."""
-        if not self.training or not self.rate:
+        if not self.training or not self.p:
             return values
         place = self.place if values.dim() == 3 else replace(self.place, start=0)  # [B, F]: one row, the first
         length = values.size(1) if values.dim() == 3 else 1
-        keep = [place.keep(self.number, self.rate, row, length, values.size(-1)) for row in range(values.size(0))]
+        keep = [place.keep(self.number, self.p, row, length, values.size(-1)) for row in range(values.size(0))]
         return values * torch.stack(keep).view(values.shape).to(values.dtype)
 
 
@@ -93,21 +111,24 @@ class SerialAttention:
             scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
         weights = scores.softmax(-1).nan_to_num(0.0)[..., : x.size(1)]
         if layer.training:
-            weights = weights * self._keep(weights)
+            weights = weights * self.place.keep_weights(self.number, self.rate, weights)
         output: Tensor = layer.project_output(weights @ value)
         return output
 
-    def _keep(self, weights: Tensor) -> Tensor:
-        rows, heads, length, _ = weights.shape
-        first, stop = self.place.start // _KEYS, (self.place.start + length - 1) // _KEYS + 1
-        keep = torch.zeros(rows, length, (stop - first) * _KEYS, heads, dtype=weights.dtype)
-        for row in range(rows):
-            for block in range(first, stop):
-                drawn = self.place.keep(self.number, self.rate, row, length, _KEYS * heads, block)
-                begin = (block - first) * _KEYS
-                keep[row, :, begin : begin + _KEYS] = drawn.view(length, _KEYS, heads)
-        begin = self.place.start - first * _KEYS
-        return keep[:, :, begin : begin + length].permute(0, 3, 1, 2)
+
+class SerialWeights(TorchFunctionMode):
+    """Within an attention module of transformers, `F.dropout` of attention weights drops by the masks of a place."""
+
+    def __init__(self, place: Place, number: int) -> None:
+        super().__init__()
+        self.place, self.number = place, number
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return self._dropped(*args, **given) if function is F.dropout else function(*args, **given)
+
+    def _dropped(self, weights: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return weights * self.place.keep_weights(self.number, p, weights) if training and p else weights
 
 
 def with_serial_dropout(model: nn.Module) -> Place:
@@ -131,4 +152,16 @@ def with_serial_dropout(model: nn.Module) -> Place:
     for name, layer in layers.items():
         if rates[name]:
             cast(Any, layer).forward = SerialAttention(layer, place, next(numbers), rates[name])
+    if transformers.is_pretrained(model):
+        for module in transformers.attention_modules(model).values():
+            cast(Any, module).forward = _within(SerialWeights(place, next(numbers)), module.forward)
     return place
+
+
+def _within(mode: SerialWeights, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return forward(*args, **kwargs)
+
+    return wrapped

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from lss.context import SequenceContext, context_of
 from lss.gradients import average_gradients, clip_gradient_norm, replicas_that_differ
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.parallelize import full_gradients, full_state_dict, parallelize
+from lss.verification.outputs import Outputs
 from lss.verification.reference import Place
-from lss.verification.setting import Setting, cross_entropy_sum
+from lss.verification.setting import Setting
 
 # Steps are clipped to half of the first norm, so that a wrong norm shows in the parameters.
 CLIP_SHARE = 0.5
@@ -33,8 +35,8 @@ class Run:
     """
 
     losses: list[float] = field(default_factory=list)
-    outputs: Tensor = field(default_factory=lambda: torch.empty(0))
-    evaluated: Tensor = field(default_factory=lambda: torch.empty(0))
+    outputs: Outputs = field(default_factory=lambda: Outputs({}))
+    evaluated: Outputs = field(default_factory=lambda: Outputs({}))
     gradients: dict[str, Tensor] = field(default_factory=dict)
     norm: float = math.nan
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -52,18 +54,18 @@ def run_plainly(
         max_norm: Of gradients; half of the first norm by default.
         place: Told where the run is, if the model draws dropout masks.
     """
-    run, labels = Run(), setting.labels
+    run = Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
         optimizer.zero_grad()
         if place:
             place.step = FIRST_STEP + step
         outputs = setting.run_plainly(model, _mover(place))
-        loss = setting.loss_sum(outputs, labels) / (labels != -100).sum().clamp(min=1)
-        loss.backward()
-        run.losses.append(loss.item())
+        assert outputs.loss is not None
+        outputs.loss.backward()
+        run.losses.append(outputs.loss.item())
         if step == 0:
-            run.outputs = outputs.detach()
+            run.outputs = outputs.detached()
             run.gradients = {name: w.grad.clone() for name, w in model.named_parameters() if w.grad is not None}
             run.norm = nn.utils.get_total_norm(run.gradients.values()).item()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_SHARE * run.norm if max_norm is None else max_norm)
@@ -77,22 +79,20 @@ def run_over_ranks(
 ) -> tuple[Run, SequenceContext]:
     """The same through this package; over one rank alone where there is no mesh. The model is changed."""
     run = Run()
-    model = parallelize(model, mesh, **asdict(setting.attention))
+    model, batch, labels = two_lines(model, setting, mesh)
     context = context_of(model)
-    batch, labels = sharded(setting, context, mesh)
     context.num_trained = first_step
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
         optimizer.zero_grad()
         context.ledger.clear()
-        count = count_tokens(model, labels).clamp(min=1)
-        outputs = model(**batch)
-        loss = share_of_loss(setting, outputs, labels, count)
-        loss.backward()
+        share, outputs = call_over_ranks(model, setting, batch, labels)
+        share.backward()
         average_gradients(model)
-        run.losses.append(context.sum_over_ranks(loss.detach()).item())
+        assert outputs.loss is not None
+        run.losses.append(outputs.loss.item())
         if step == 0:
-            run.outputs = outputs.detach()
+            run.outputs = outputs.detached()
             run.gradients = {name: gradient.clone() for name, gradient in full_gradients(model).items()}
         norm = clip_gradient_norm(model, max_norm)
         run.norm = norm.item() if step == 0 else run.norm
@@ -103,28 +103,48 @@ def run_over_ranks(
     return run, context
 
 
-def share_of_loss(setting: Setting, outputs: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-    """This rank's share of the loss, by the function that users call where it is the default."""
-    if setting.loss_sum is cross_entropy_sum:
-        return token_mean_cross_entropy(outputs, labels, count)
-    return setting.loss_sum(outputs, labels) / count
+def call_over_ranks(
+    model: nn.Module, setting: Setting, batch: dict[str, Tensor], labels: Tensor
+) -> tuple[Tensor, Outputs]:
+    """Call a parallelized model on this rank's segment, as users do.
+
+    Returns:
+        What backward starts from, and the outputs with the loss of all ranks. The two losses are one where the model
+        works it out itself; else backward starts from this rank's share.
+    """
+    has_labels = setting.gives_labels(model)
+    returned = model(**batch, **({"labels": labels} if has_labels else {}))
+    outputs = Outputs.of(returned, labels.shape[:2], has_labels=has_labels)
+    if outputs.loss is not None:
+        return outputs.loss, outputs
+    count = count_tokens(model, labels).clamp(min=1)
+    if setting.loss_sum is None:
+        share = token_mean_cross_entropy(outputs.logits, labels, count)
+    else:
+        share = setting.loss_sum(outputs.logits, labels) / count
+    return share, replace(outputs, loss=context_of(model).sum_over_ranks(share.detach()))
 
 
-def evaluate_over_ranks(model: nn.Module, setting: Setting) -> Tensor:
-    """Outputs of whole sequences in evaluation, of all data groups: [B, L, ...]."""
-    model = parallelize(model, setting.mesh, **asdict(setting.attention)).eval()
-    batch, _ = sharded(setting, context_of(model), setting.mesh)
+def evaluate_over_ranks(model: nn.Module, setting: Setting) -> Outputs:
+    """Outputs of whole sequences in evaluation, of all data groups: [B, L, ...]; and the loss."""
+    model, batch, labels = two_lines(model, setting, setting.mesh)
+    model.eval()
     with torch.no_grad():
-        outputs: Tensor = model(**batch)
-    return unshard(outputs, batch["segment"], setting.mesh, data_groups=True)  # type: ignore[arg-type]
+        _, outputs = call_over_ranks(model, setting, batch, labels)
+    segment: Any = batch["segment"]
+    whole = {name: unshard(part, segment, setting.mesh, data_groups=True) for name, part in outputs.tensors.items()}
+    return replace(outputs, tensors=whole)
 
 
-def sharded(setting: Setting, context: SequenceContext, mesh: DeviceMesh | None) -> tuple[dict[str, Tensor], Tensor]:
-    """The model's arguments for this rank's slots, and their labels."""
-    whole, documents = setting.of_group(context.data)
+def two_lines(
+    model: nn.Module, setting: Setting, mesh: DeviceMesh | None
+) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
+    """What users write: the model parallelized, in place, its arguments for this rank's slots, and their labels."""
+    model = parallelize(model, mesh, **asdict(setting.attention))
+    whole, documents = setting.of_group(context_of(model).data)
     batch = shard(whole, mesh, shift_labels=setting.shift_labels, documents=documents, layout=setting.attention.layout)
     labels = batch.pop("labels")
-    return batch, labels
+    return model, batch, labels
 
 
 def _mover(place: Place | None) -> Callable[[int, slice], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -17,6 +17,7 @@ from lss.batch import IGNORE_INDEX
 from lss.collectives import Axis
 from lss.config import AttentionConfig
 from lss.errors import LayoutError
+from lss.verification.outputs import Outputs, join, takes_labels
 
 # (outputs, labels) to a sum over tokens; labels of -100 must add nothing.
 LossSum = Callable[[Tensor, Tensor], Tensor]
@@ -37,7 +38,7 @@ class Setting:
         batch: Tensors [B, L, ...], `labels` among them.
         mesh: The mesh to run over.
         attention: How attention is computed.
-        loss_sum: The loss, as a sum over tokens.
+        loss_sum: The loss, as a sum over tokens; None for the model's own if it returns one, else cross-entropy.
         documents: Lengths of packed documents, a list a sequence; None for none.
         dtype: In which all is computed.
         shift_labels: As of `shard`.
@@ -46,7 +47,7 @@ class Setting:
     batch: dict[str, Tensor]
     mesh: DeviceMesh
     attention: AttentionConfig
-    loss_sum: LossSum
+    loss_sum: LossSum | None
     documents: Sequence[Sequence[int]] | None
     dtype: torch.dtype
     shift_labels: int
@@ -111,28 +112,43 @@ class Setting:
         """Whether every sequence is one document."""
         return all(pieces == [(0, self.real.size(1))] for pieces in self.pieces)
 
-    def run_plainly(self, model: nn.Module, on_piece: Callable[[int, slice], None] = lambda row, slots: None) -> Tensor:
-        """Outputs [B, L, ...] of the plain model: of each document by itself where there are any, zeros in padding.
+    def gives_labels(self, model: nn.Module) -> bool:
+        """Whether the model is given labels, to work out its loss itself."""
+        return self.loss_sum is None and takes_labels(model)
+
+    def run_plainly(
+        self, model: nn.Module, on_piece: Callable[[int, slice], None] = lambda row, slots: None
+    ) -> Outputs:
+        """Outputs of the plain model and the mean loss: of each document by itself, put together, where there are any.
 
         Args:
             model: The plain model.
             on_piece: Told which sequence and slots come next, where documents are run one by one.
         """
         if self.is_whole:
-            whole: Tensor = model(**self.inputs)
-            return whole
-        found = []
-        for row, pieces in enumerate(self.pieces):
-            for start, stop in pieces:
+            return self._with_loss(self._call(model, slice(None), slice(None)))
+        pieces, numbers = [], []
+        for row, spans in enumerate(self.pieces):
+            for start, stop in spans:
                 on_piece(row, slice(start, stop))
-                given = {name: part[row : row + 1, start:stop] for name, part in self.inputs.items()}
-                output: Tensor = model(**given)
-                found.append(output[0])
-        if not found:
+                pieces.append(self._call(model, slice(row, row + 1), slice(start, stop)))
+                numbers.append(int((self.labels[row, start:stop] != IGNORE_INDEX).sum()))
+        if not pieces:
             raise LayoutError("a batch of padding alone", allowed="some real token")
-        outputs = found[0].new_zeros(*self.real.shape, *found[0].shape[1:])
-        outputs[self.real] = torch.cat(found)
-        return outputs
+        return self._with_loss(join(pieces, numbers, self.real))
+
+    def _call(self, model: nn.Module, rows: slice, slots: slice) -> Outputs:
+        has_labels = self.gives_labels(model)
+        wanted = self.inputs | ({"labels": self.batch["labels"]} if has_labels else {})
+        given = {name: part[rows, slots] for name, part in wanted.items()}
+        shape = self.batch["labels"][rows, slots].shape
+        return Outputs.of(model(**given), shape[:2], has_labels=has_labels)
+
+    def _with_loss(self, outputs: Outputs) -> Outputs:
+        if outputs.loss is not None:
+            return outputs
+        count = (self.labels != IGNORE_INDEX).sum().clamp(min=1)
+        return replace(outputs, loss=(self.loss_sum or cross_entropy_sum)(outputs.logits, self.labels) / count)
 
     def rows_of_group(self, data: Axis) -> slice:
         """Sequences of this rank's data group.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lss.config import Config
 from lss.errors import ConfigError
 from lss.flags import parse, parser
 from lss.models import GPT, PRESETS
+from lss.verification.outputs import takes_labels
 
 DROPOUT = 0.1
 
@@ -35,10 +36,15 @@ class Target:
     length: int
     num_sequences: int
 
-    @property
-    def shift_labels(self) -> int:
-        """As of `shard`: labels of presets and configurations are the tokens."""
-        return 0 if ":" in self.name else 1
+    def shift_labels(self, model: nn.Module) -> int:
+        """As of `shard`: 1 where labels are the tokens.
+
+        So they are of presets, of configurations, and of models of transformers whose own loss predicts the next token.
+        """
+        if ":" not in self.name:
+            return 1
+        loss = getattr(model, "loss_function", None) if takes_labels(model) else None
+        return int(getattr(loss, "__name__", "") == "ForCausalLMLoss")
 
     def load(self) -> tuple[nn.Module, dict[str, Tensor]]:
         """The plain model and a batch of whole sequences.
@@ -93,10 +99,11 @@ def _function(name: str) -> Callable[[], Any]:
 
 def _checked(name: str, returned: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     good = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module)
-    if not good or not isinstance(returned[1], dict):
+    if not good or not isinstance(returned[1], Mapping):
+        kinds = ", ".join(type(part).__name__ for part in returned) if isinstance(returned, tuple) else ""
         raise ConfigError(
-            f"target {name!r} returned a {type(returned).__name__}",
-            allowed="(model, batch): a plain nn.Module, and tensors [B, L, ...] by name with `labels`, shifted already",
+            f"target {name!r} returned a {type(returned).__name__}{kinds and f' of {kinds}'}",
+            allowed="(model, batch): a plain nn.Module, and tensors [B, L, ...] by name with `labels`, as of lss.shard",
         )
     model, batch = returned
-    return model, batch
+    return model, dict(batch)

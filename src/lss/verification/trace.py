@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lss.context import SequenceContext, context_of
-from lss.losses import count_tokens
-from lss.parallelize import parallelize
 from lss.verification.compare import SMALL, relative_error
-from lss.verification.runs import sharded, share_of_loss
+from lss.verification.outputs import named_tensors
+from lss.verification.runs import call_over_ranks, two_lines
 from lss.verification.setting import Setting
 
 
 @dataclass
 class Trace:
-    """Outputs of modules, and gradients at them, in order of execution.
+    """Outputs of modules, and gradients at them, in order of execution. Of several tensors the first one counts.
 
     Args:
         setting: The batch. Where documents are run one by one, what modules give is put together to whole sequences.
@@ -50,10 +49,11 @@ class Trace:
                 self.repeated.add(name)
                 self.outputs.pop(name, None)
             self.called.add(name)
-            if isinstance(output, Tensor) and name not in self.repeated:
-                self._note(self.outputs, name, self.place, output.detach())
-                if output.requires_grad:
-                    output.register_hook(partial(self._note_gradient, name, self.place))
+            found = next((part for _, part in named_tensors(output) if part.dim() > 1), None)
+            if found is not None and name not in self.repeated:
+                self._note(self.outputs, name, self.place, found.detach())
+                if found.requires_grad:
+                    found.register_hook(partial(self._note_gradient, name, self.place))
 
         return record
 
@@ -81,14 +81,14 @@ def first_differences(plain: nn.Module, setting: Setting, bound: float) -> tuple
     serial, ranks = Trace(setting), Trace(setting)
     model = copy.deepcopy(plain)
     serial.watch(model)
-    outputs, labels = setting.run_plainly(model, serial.move), setting.labels
-    (setting.loss_sum(outputs, labels) / (labels != -100).sum().clamp(min=1)).backward()
-    model = parallelize(copy.deepcopy(plain), setting.mesh, **asdict(setting.attention))
+    loss = setting.run_plainly(model, serial.move).loss
+    assert loss is not None
+    loss.backward()
+    model, batch, labels = two_lines(copy.deepcopy(plain), setting, setting.mesh)
     ranks.watch(model)
     context = context_of(model)
-    batch, labels = sharded(setting, context, setting.mesh)
-    count = count_tokens(model, labels).clamp(min=1)
-    share_of_loss(setting, model(**batch), labels, count).backward()
+    share, _ = call_over_ranks(model, setting, batch, labels)
+    share.backward()
     forward, equal = _first(serial.outputs, ranks.outputs, setting, context, bound, is_gradient=False)
     backward, _ = _first(serial.gradients, ranks.gradients, setting, context, bound, is_gradient=True)
     return forward, equal, backward
@@ -130,6 +130,8 @@ def _matched(
     if is_gradient and not of_batch and context.data.size > 1:
         return None  # shared by all sequences, of which a data group has only its own
     serial = serial[rows] if of_batch else serial
+    if not setting.is_whole and local.size(0) != serial.size(0):
+        return None  # one row for all sequences, where documents have rows of their own
     first = 1 if of_batch else 0
     dim = next((dim for dim in range(first, serial.dim()) if serial.size(dim) == layout.length), None)
     if dim is None:
