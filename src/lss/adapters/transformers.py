@@ -186,7 +186,7 @@ def _route(module: nn.Module) -> tuple[Route, Site]:
     return found
 
 
-def _shifts_labels(model: Any) -> bool:
+def shifts_labels(model: Any) -> bool:
     """Whether the model's loss predicts the next token, unless it is told that labels are shifted."""
     return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
@@ -204,6 +204,6 @@ def _arguments(
             )
     positions = context.positions(next(model.parameters()).device)
     kwargs["position_ids"] = positions if positions.dim() == 2 else positions.unsqueeze(0)
-    if kwargs.get("labels") is not None and _shifts_labels(model):
+    if kwargs.get("labels") is not None and shifts_labels(model):
         kwargs["shift_labels"] = kwargs["labels"]
     return args, kwargs
