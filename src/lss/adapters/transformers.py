@@ -327,7 +327,7 @@ def _is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
-def _shifts_labels(model: Any) -> bool:
+def shifts_labels(model: Any) -> bool:
     """Whether the model's loss predicts the next token, unless it is told that labels are shifted."""
     return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
@@ -362,6 +362,6 @@ def _arguments(
     if "position_ids" in signature(model.forward).parameters:
         positions = context.positions(next(model.parameters()).device)
         kwargs["position_ids"] = positions if positions.dim() == 2 else positions.unsqueeze(0)
-    if kwargs.get("labels") is not None and _shifts_labels(model):
+    if kwargs.get("labels") is not None and shifts_labels(model):
         kwargs["shift_labels"] = kwargs["labels"]
     return args, kwargs
