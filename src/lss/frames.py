@@ -33,6 +33,7 @@ class Frames:
         self.running: list[Frame] = []
         self._entries: Counter[str] = Counter()
         self._most: Counter[str] = Counter()  # entries of one call, over all calls
+        self._known: dict[str, set[int]] = {}  # uses of each place
 
     def begin(self) -> None:
         """A call of the model begins."""
@@ -68,7 +69,7 @@ class Frames:
             ModelError: The use cannot be told from others in a recomputation.
         """
         if len(self.running) < depth:
-            return 0
+            return self._only(place)
         user = self.running[-depth]
         number = user.uses[place]
         user.uses[place] += 1
@@ -79,10 +80,25 @@ class Frames:
                 allowed="recomputation of modules that are called once, or dropout 0",
             )
         canonical = depth == 1 or place.rpartition(".")[0] == user.name
-        if canonical and not number and not user.entry:
-            return 0
-        said = f"{user.name} {user.entry} {place} {number}"
-        return 1 + int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+        found = (
+            0 if canonical and not number and not user.entry else _number(f"{user.name} {user.entry} {place} {number}")
+        )
+        self._known.setdefault(place, set()).add(found)
+        return found
+
+    def _only(self, place: str) -> int:
+        """The only use of a place that is known, where its user is not: code recomputed apart from its module."""
+        known = self._known.get(place, {0})
+        if in_backward() and len(known) > 1:
+            raise ModelError(
+                f"{place} is used {len(known)} times, and recomputed apart from the module that uses it",
+                allowed="recomputation of modules: checkpoint(block, x), not checkpoint(block.forward, x)",
+            )
+        return next(iter(known))
+
+
+def _number(said: str) -> int:
+    return 1 + int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
 
 
 def in_backward() -> bool:

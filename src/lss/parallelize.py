@@ -120,7 +120,7 @@ def parallelize(
     rules = Rules()
     sites = count()
     inside = _replace(model, context, schedule, rules, sites)
-    entered = Entered(partial(Functions, context, schedule, rules, tables))
+    entered = Entered(Functions(context, schedule, rules, tables))
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(_enter, context, entered, name))
         module.register_forward_hook(partial(_leave, context, entered, name), always_call=True)

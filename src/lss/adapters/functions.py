@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lss.adapters import losses, mixing, positions
 from lss.adapters.rules import Rule, Rules
@@ -22,6 +22,7 @@ from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.dropout import Site, drop
 from lss.errors import ModelError
+from lss.frames import in_backward
 from lss.masks import Causal, Full
 
 _TAKEN = {F.scaled_dot_product_attention, F.dropout} | losses.TAKEN | positions.MADE | mixing.WATCHED
@@ -118,6 +119,11 @@ class Functions(TorchFunctionMode):
 
     def _site(self, rate: float) -> Site:
         """The place of a function in the innermost module's code, of which there may be several."""
+        if in_backward() and not self.context.frames.running:
+            raise ModelError(
+                "dropout in code that is recomputed apart from its module",
+                allowed="recomputation of modules: checkpoint(block, x), not checkpoint(block.forward, x)",
+            )
         name = f"{self._here}.dropout()"
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         return Site(name, rate, number, self.context)
@@ -128,22 +134,23 @@ class Functions(TorchFunctionMode):
 
 
 class Entered:
-    """Enters and leaves `Functions` with the outermost module that runs."""
+    """Has `Functions` be in force while a model's modules run.
 
-    def __init__(self, make: Callable[[], Functions]) -> None:
-        self.make = make
-        self._mode: Functions | None = None
+    Args:
+        mode: What is to be in force.
+    """
+
+    def __init__(self, mode: Functions) -> None:
+        self.mode = mode
 
     @eager
     def enter(self) -> None:
         """The outermost module begins."""
-        if self._mode is None:
-            self._mode = self.make()
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        if not any(mode is self.mode for mode in _get_current_function_mode_stack()):
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
 
     @eager
     def leave(self) -> None:
-        """It is over."""
-        if self._mode is not None:
-            mode, self._mode = self._mode, None
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """It is over. In a recomputation its caller goes on, perhaps with attention: autograd drops modes by itself."""
+        if not in_backward():
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

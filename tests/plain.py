@@ -1,0 +1,141 @@
+"""Models of plain PyTorch, written without any thought of sequence parallelism."""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY, LENGTH, WIDTH, HEADS = 23, 13, 16, 4
+
+
+class Block(nn.Module):
+    """Attention by scaled_dot_product_attention, as in many a lab's code."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.rate = dropout
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (
+            part.view(batch, length, HEADS, -1).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
+        )
+        rate = self.rate if self.training else 0.0
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=rate)
+        x = x + self.drop(self.out(y.transpose(1, 2).reshape(batch, length, WIDTH)))
+        return x + self.drop(F.dropout(self.down(F.gelu(self.up(self.norm_2(x)))), self.rate, self.training))
+
+
+class Decoder(nn.Module):
+    """A language model whose positions are made in one of the ways that people make them."""
+
+    def __init__(self, positions: str = "arange", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.kind = positions
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.table = nn.Embedding(32, WIDTH)
+        self.free = nn.Parameter(0.1 * torch.randn(1, 32, WIDTH))
+        angles = torch.arange(32)[:, None] * torch.exp(torch.arange(0, WIDTH, 2) * (-math.log(100.0) / WIDTH))
+        self.register_buffer("waves", torch.stack((angles.sin(), angles.cos()), -1).flatten(1))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        unused = {"arange": self.free, "parameter": self.table.weight, "buffer": self.free}[positions]
+        unused.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.size(1)
+        x = self.tokens(tokens)
+        if self.kind == "arange":
+            x = x + self.table(torch.arange(length, device=tokens.device))
+        elif self.kind == "parameter":
+            x = x + self.free[:, :length]
+        else:
+            x = x + self.waves[:length] + self.table(torch.arange(0, length))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Sequences(nn.Module):
+    """A classifier on nn.TransformerEncoder, with a mask and padding as its modules take them."""
+
+    def __init__(self, mask: str = "none", batch_first: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.kind, self.batch_first = mask, batch_first
+        self.tokens, self.table = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens: Tensor, padding: Tensor | None = None) -> Tensor:
+        length = tokens.size(1)
+        x = self.tokens(tokens) + self.table(torch.arange(length))
+        mask = MASKS[self.kind](length)
+        if padding is not None and mask is not None and mask.is_floating_point():
+            padding = torch.zeros(padding.shape, dtype=mask.dtype).masked_fill(padding, -torch.inf)
+        x = self.encoder(
+            x if self.batch_first else x.transpose(0, 1),
+            mask=mask,
+            src_key_padding_mask=padding,
+            is_causal=self.kind == "hinted",
+        )
+        return self.head(x.mean(1) if self.batch_first else x.mean(0))
+
+
+def _window(length: int) -> Tensor:
+    index = torch.arange(length)
+    return (index[:, None] - index).abs() > 3
+
+
+MASKS = {
+    "none": lambda length: None,
+    "causal": partial(nn.Transformer.generate_square_subsequent_mask, dtype=torch.float64),
+    "hinted": partial(nn.Transformer.generate_square_subsequent_mask, dtype=torch.float64),
+    "boolean": _window,
+    "float": lambda length: torch.linspace(-1, 1, length * length).view(length, length).double(),
+}
+
+
+class Translator(nn.Module):
+    """nn.Transformer as in its tutorial."""
+
+    def __init__(self, batch_first: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.tokens, self.table = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
+        layers = (
+            kind(WIDTH, HEADS, 2 * WIDTH, dropout, batch_first=batch_first)
+            for kind in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        )
+        encoder = nn.TransformerEncoder(next(layers), 2, enable_nested_tensor=False)
+        decoder = nn.TransformerDecoder(next(layers), 2)
+        self.transformer = nn.Transformer(
+            WIDTH, HEADS, custom_encoder=encoder, custom_decoder=decoder, batch_first=batch_first
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, source: Tensor, target: Tensor, padding: Tensor | None = None) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.size(1), dtype=torch.float64)
+        parts = [self.tokens(part) + self.table(torch.arange(part.size(1))) for part in (source, target)]
+        parts = parts if self.batch_first else [part.transpose(0, 1) for part in parts]
+        x = self.transformer(
+            *parts, tgt_mask=mask, src_key_padding_mask=padding, memory_key_padding_mask=padding, tgt_is_causal=True
+        )
+        return self.head(x if self.batch_first else x.transpose(0, 1))
+
+
+def tokens(length: int = LENGTH, seed: int = 1) -> Tensor:
+    return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding(length: int = LENGTH) -> Tensor:
+    """True on padding."""
+    found = torch.zeros(2, length, dtype=torch.bool)
+    found[1, 9:] = True
+    return found
