@@ -143,6 +143,7 @@ class SequenceContext:
 
     def _resume(self, segment: Segment | Whole, step: int, gradient: Tensor) -> None:
         self.segment, self.step, self.is_averaged = segment, step, False
+        self.frames.resume()
 
     def enter_encoder(self) -> None:
         """An encoder begins, whose sequences are the batch's source."""

@@ -39,14 +39,23 @@ class Frames:
         """A call of the model begins."""
         self._entries.clear()
 
-    def enter(self, name: str) -> None:
-        """A module is entered; the same one may be running already, in a recomputation of its parent."""
+    def enter(self, name: str, user: str) -> None:
+        """A module is entered.
+
+        Args:
+            name: Of the module.
+            user: Of the module that holds it. A recomputation may be of a forward alone: then it is that one's.
+        """
         if in_backward():
-            self.running.append(Frame(name, 0))
+            self.running += [Frame(part, 0) for part in ((name,) if self.running else (user, name))]
             return
         self.running.append(Frame(name, self._entries[name]))
         self._entries[name] += 1
         self._most[name] = max(self._most[name], self._entries[name])
+
+    def resume(self) -> None:
+        """A backward goes on, perhaps with a recomputation of something else."""
+        self.running.clear()
 
     def leave(self, name: str) -> None:
         """It is left, by return or by an error."""

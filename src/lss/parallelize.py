@@ -122,7 +122,7 @@ def parallelize(
     inside = _replace(model, context, schedule, rules, sites)
     entered = Entered(Functions(context, schedule, rules, tables))
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(partial(_enter, context, entered, name))
+        module.register_forward_pre_hook(partial(_enter, context, entered, name, _user(model, name)))
         module.register_forward_hook(partial(_leave, context, entered, name), always_call=True)
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
     for stack in stacks(model, attention_modules(model)):
@@ -262,12 +262,23 @@ def _comes_second(model: nn.Module) -> bool:
     return any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in model.modules())
 
 
-def _enter(context: SequenceContext, entered: Entered, name: str, module: nn.Module, args: Any) -> None:
+def _user(model: nn.Module, name: str) -> str:
+    """The module that calls another: the nearest one that holds it and is no list."""
+    parent = name.rpartition(".")[0]
+    while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        parent = parent.rpartition(".")[0]
+    return parent
+
+
+def _enter(context: SequenceContext, entered: Entered, name: str, user: str, module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    if not context.frames.running:
+    frames = context.frames
+    if not name and not in_backward():
+        frames.running.clear()  # what an error may have left
+    if not frames.running:
         entered.enter()
-    context.frames.enter(name)
+    frames.enter(name, user)
 
 
 def _leave(context: SequenceContext, entered: Entered, name: str, module: nn.Module, args: Any, outputs: Any) -> None:

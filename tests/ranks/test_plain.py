@@ -92,7 +92,7 @@ def test_attention_of_a_model_of_ones_own_is_recomputed(ranks, how):
 def test_dropout_of_functions_is_the_same_over_any_ranks(ranks):
     (whole,) = ranks.run(predicted, 1, 1, "arange", 0.2)
     assert whole[0] != pytest.approx(alone("arange")[0], rel=1e-3)
-    for number, recomputes in ((2, ""), (3, ""), (2, "modules")):
+    for number, recomputes in ((2, ""), (3, ""), (2, "modules"), (2, "forwards")):
         for found in ranks.run(predicted, number, number, "arange", 0.2, recomputes):
             assert_equal(found, whole)
 
