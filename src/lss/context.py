@@ -35,6 +35,7 @@ class SequenceContext:
         num_trained: Those in training.
         is_running: Whether such a call is going on.
         is_averaged: Whether the gradients of the last backward are; None before any.
+        num_parameters: Parameters of the model, and numbers in them.
         choices: How each attention layer is computed, in a line for people.
     """
 
@@ -48,6 +49,7 @@ class SequenceContext:
     num_trained: int = 0
     is_running: bool = False
     is_averaged: bool | None = None
+    num_parameters: tuple[int, int] = (0, 0)
     choices: dict[str, str] = field(default_factory=dict)
 
     def begin(self, segment: Segment | None, *, training: bool) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lss.collectives import Axis
-from lss.context import context_of
+from lss.context import SequenceContext, context_of
+from lss.errors import ModelError
 from lss.positions import ShardedPositions
 
 BUCKET_BYTES = 25 * 2**20
@@ -55,10 +56,29 @@ def average_gradients(model: nn.Module) -> None:
         RankLostError: A rank is gone.
     """
     context = context_of(model)
+    require_same_parameters(model, context)
     context.require_averaged(False)
     context.is_averaged = True
     _sum_gradients(_trained(replicated_parameters(model)), [context.sequence, context.data])
     _sum_gradients(_trained(positional_tables(model)), [context.data])
+
+
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """Parameters of a model, and numbers in them."""
+    sizes = [weight.numel() for weight in model.parameters()]
+    return len(sizes), sum(sizes)
+
+
+def require_same_parameters(model: nn.Module, context: SequenceContext) -> None:
+    """Raise ModelError where parameters were added or replaced, as by peft: they would differ between ranks."""
+    found, known = num_parameters(model), context.num_parameters
+    if found != known:
+        raise ModelError(
+            f"the model has {found[0]} parameters of {found[1]} numbers, and had {known[0]} of {known[1]} when it was "
+            "parallelized",
+            remedy="add adapters and resize embeddings before lss.parallelize; of torch's wrappers take fully_shard "
+            "or DistributedDataParallel",
+        )
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

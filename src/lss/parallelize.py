@@ -28,7 +28,7 @@ from lss.compiled import eager
 from lss.context import SequenceContext, attach
 from lss.dropout import PositionDropout, Site
 from lss.errors import ModelError
-from lss.gradients import buckets
+from lss.gradients import buckets, num_parameters, require_same_parameters
 from lss.layout import Layout, LayoutName
 from lss.ledger import Ledger
 from lss.mesh import DATA, SEQUENCE
@@ -113,6 +113,7 @@ def parallelize(
         transformers.adapt(model, context, schedule, sites)
         with_whole_losses(model, context)
     model.register_forward_hook(partial(_end, context, inside), always_call=True)
+    context.num_parameters = num_parameters(model)
     attach(model, context)
     return model
 
@@ -235,5 +236,6 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
 def _begin(
     context: SequenceContext, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    require_same_parameters(model, context)
     context.begin(kwargs.pop("segment", None), training=model.training)
     return args, kwargs

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
-from lss.adapters import transformers
+from lss.adapters import peft, transformers
 from lss.attention import PROJECTIONS, attention_layers, bias_of, mask_of
 from lss.bias import is_rule
 from lss.context import is_parallelized
@@ -65,6 +65,7 @@ def refusals(model: nn.Module) -> Iterator[ModelError]:
         yield from _of_module(name, module)
     if is_pretrained:
         yield from transformers.refusals(model)
+    yield from peft.refusals(model)
 
 
 def _of_layer(name: str, layer: nn.Module) -> Iterator[ModelError]:

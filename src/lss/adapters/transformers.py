@@ -32,9 +32,18 @@ _CHANGING = ("softcap", "position_bias", "head_mask", "cu_seq_lens_q", "output_a
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether a model is one of transformers; the library is not imported to find out."""
+    """Whether a model is one of transformers, or holds one, as those of peft do."""
+    return bool(pretrained(model))
+
+
+def pretrained(model: nn.Module) -> list[nn.Module]:
+    """The model itself, or the models of transformers that it holds; the library is not imported to find out."""
     library = sys.modules.get("transformers")
-    return library is not None and isinstance(model, library.PreTrainedModel)
+    if library is None:
+        return []
+    if isinstance(model, library.PreTrainedModel):
+        return [model]
+    return [part for child in model.children() for part in pretrained(child)]
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -62,6 +71,11 @@ def refusals(model: nn.Module) -> Iterator[ModelError]:
             allowed="models whose attention calls ALL_ATTENTION_FUNCTIONS",
             remedy="bring its attention modules into the form of lss.AttentionLayer",
         )
+    for part in pretrained(model):
+        yield from _of_outputs(part)
+
+
+def _of_outputs(model: nn.Module) -> Iterator[ModelError]:
     if "position_ids" not in signature(model.forward).parameters:
         yield ModelError(
             f"{type(model).__name__} takes no position_ids, so its positions cannot be made global",
@@ -80,7 +94,7 @@ def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: count
     """Have the model's attention go over segments, in place.
 
     Args:
-        model: A PreTrainedModel.
+        model: A PreTrainedModel, or a model that holds some.
         context: Of the parallelized model.
         schedule: How attention is computed.
         sites: Numbers of the places of dropout.
@@ -89,13 +103,14 @@ def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: count
 
     AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, mask)
-    model.set_attn_implementation(_NAME)
+    for whole in pretrained(model):
+        whole.set_attn_implementation(_NAME)  # type: ignore[operator]
+        whole.register_forward_pre_hook(partial(_arguments, context), with_kwargs=True)
     for name, module in attention_modules(model).items():
         setattr(module, _ROUTE, (Route(context, schedule, name), Site(name, 0.0, next(sites), context)))
     for part in model.modules():
         if hasattr(part, "config") and getattr(part.config, "use_cache", False):
             part.config.use_cache = False
-    model.register_forward_pre_hook(partial(_arguments, context), with_kwargs=True)
 
 
 @eager
