@@ -6,7 +6,7 @@ from lss.batch import Segment, shard, unshard
 from lss.context import context_of
 from lss.errors import LssError
 from lss.explain import explain
-from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm
+from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm, positional_tables
 from lss.layout import Layout
 from lss.ledger import Ledger
 from lss.losses import count_tokens, token_mean_cross_entropy
@@ -36,6 +36,7 @@ __all__ = [
     "load_full_state_dict",
     "masks",
     "parallelize",
+    "positional_tables",
     "shard",
     "token_mean_cross_entropy",
     "unshard",

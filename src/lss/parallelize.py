@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lss import fully_sharded
 from lss.adapters import transformers
 from lss.adapters.losses import with_whole_losses
 from lss.attention import (
@@ -123,7 +124,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     A collective call: every rank must make it. `load_full_state_dict` takes it back, at any number of ranks.
     """
-    state = dict(model.state_dict())
+    state = {name: fully_sharded.whole(tensor) for name, tensor in model.state_dict().items()}
     for names, module in _instances(model, ShardedPositions):
         table = module.whole(module.weight)
         state |= {f"{name}.weight": table for name in names}
@@ -136,7 +137,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         ModelError: Names or shapes are not those of the model.
     """
-    parts = dict(state)
+    known = model.state_dict()
+    parts = {name: fully_sharded.cut_like(given, known.get(name, given)) for name, given in state.items()}
     for names, module in _instances(model, ShardedPositions):
         for name in names:
             if (table := parts.get(f"{name}.weight")) is not None and len(table) == module.layout.length:
@@ -154,7 +156,9 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
     On every rank; parameters without a gradient are left out. A collective call.
     """
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    fully_sharded.settle(model)
+    found = ((name, weight.grad) for name, weight in model.named_parameters())
+    gradients = {name: fully_sharded.whole(gradient) for name, gradient in found if gradient is not None}
     for name, module in model.named_modules():
         if isinstance(module, ShardedPositions) and module.weight.grad is not None:
             gradients[f"{name}.weight"] = module.whole(module.weight.grad)
@@ -237,5 +241,6 @@ def _begin(
     context: SequenceContext, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     require_same_parameters(model, context)
+    fully_sharded.prepare(model)
     context.begin(kwargs.pop("segment", None), training=model.training)
     return args, kwargs

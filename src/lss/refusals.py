@@ -12,6 +12,7 @@ from lss.attention import PROJECTIONS, attention_layers, bias_of, mask_of
 from lss.bias import is_rule
 from lss.context import is_parallelized
 from lss.errors import ModelError
+from lss.fully_sharded import is_cut
 from lss.models.positions import LearnedPositions
 
 # Modules that may mix tokens, or draw masks that know no position, and that are not understood.
@@ -45,6 +46,7 @@ _REFUSED: tuple[type[nn.Module], ...] = (
     nn.Dropout2d,
     nn.Dropout3d,
 )
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _OVER_A_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 
 
@@ -53,6 +55,7 @@ def refusals(model: nn.Module) -> Iterator[ModelError]:
     layers, is_pretrained = attention_layers(model), transformers.is_pretrained(model)
     if is_parallelized(model):
         yield ModelError("a model that is parallelized already", remedy="parallelize it once")
+    yield from _of_wrappers(model)
     if not layers and not is_pretrained:
         yield ModelError(
             f"no attention layer was found in {type(model).__name__}",
@@ -66,6 +69,13 @@ def refusals(model: nn.Module) -> Iterator[ModelError]:
     if is_pretrained:
         yield from transformers.refusals(model)
     yield from peft.refusals(model)
+
+
+def _of_wrappers(model: nn.Module) -> Iterator[ModelError]:
+    wrappers = [type(module).__name__ for module in model.modules() if type(module).__name__ in _WRAPPERS]
+    wrappers += ["fully_shard"] if any(map(is_cut, model.parameters())) else []
+    if wrappers:
+        yield ModelError(f"a model under {wrappers[0]}", remedy="lss.parallelize first, then what goes around it")
 
 
 def _of_layer(name: str, layer: nn.Module) -> Iterator[ModelError]:

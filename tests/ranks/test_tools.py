@@ -2,17 +2,21 @@
 
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 
 import peft
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lss
 from lss.errors import LssError
 from lss.verification.precision import computing_in
 from tests import pretrained
-from tests.tools import assert_equal, make, over, plainly
+from tests.tools import MICRO_BATCHES, assert_equal, make, micro_batch, over, plainly
 
 # peft asks it of the model
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -83,6 +87,92 @@ def test_dropout_of_lora_is_the_same_over_any_ranks(ranks, name, checkpointing):
         assert_equal(found, expected)
 
 
+def fully_shard_all(model, mesh=None, **options: object) -> None:
+    """Blocks and root, as in torch's tutorial, the positional tables apart."""
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    tables = set(lss.positional_tables(model))
+    for part in (*blocks, model):
+        fully_shard(part, mesh=mesh, ignored_params=tables, **options)
+
+
+def fully_sharded_over(sequence: int, data: int, name: str, gather: str, optimizer: str, by: str):
+    mesh = lss.init_mesh(sequence, data, device="cpu")
+    model = lss.parallelize(make(name), mesh, gather=gather, keep=by != "gathered again")
+    fully_shard_all(model, mesh if by == "groups" else None)
+    held = sum(weight.to_local().numel() for weight in model.parameters() if isinstance(weight, DTensor))
+    whole = sum(weight.numel() for weight in model.parameters() if isinstance(weight, DTensor))
+    assert held / whole == pytest.approx(1 / sequence if by == "groups" else 1 / (sequence * data), rel=0.2)
+    found = over(mesh, model, name, optimizer)
+    assert lss.gradients.replicas_that_differ(model) == []
+    whole = lss.full_state_dict(model)
+    lss.load_full_state_dict(model, {name: 2 * tensor for name, tensor in whole.items()})
+    for name, tensor in lss.full_state_dict(model).items():
+        assert torch.equal(tensor, 2 * whole[name])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sequence", "data", "by"), [(2, 1, "all"), (2, 2, "all"), (2, 2, "groups"), (2, 1, "gathered again")]
+)
+@pytest.mark.parametrize(
+    ("name", "gather", "optimizer"),
+    [("GPT", "x", "AdamW"), ("GPT", "kv", "SGD"), ("GPT-2", "auto", "SGD"), ("Llama", "auto", "AdamW")],
+)
+def test_fully_shard(ranks, name, gather, optimizer, sequence, data, by):
+    expected = plainly(make(name), name, optimizer)
+    for found in ranks.run(fully_sharded_over, sequence * data, sequence, data, name, gather, optimizer, by):
+        assert_equal(found, expected)
+
+
+def accumulating_over(sequence: int, data: int, name: str):
+    """Gradients of the first micro-batch stay on their ranks; an evaluation comes between a backward and its step."""
+    mesh = lss.init_mesh(sequence, data, device="cpu")
+    model = lss.parallelize(adapted(name, True) if name == "Llama" else make(name), mesh)
+    fully_shard_all(model)
+    calls = count()
+
+    def call(*args, **batch):
+        with torch.no_grad():
+            model.eval()(*args, **batch)
+        model.train().set_requires_gradient_sync(next(calls) % MICRO_BATCHES == MICRO_BATCHES - 1)
+        return model(*args, **batch)
+
+    return over(mesh, model, name, "AdamW", call)
+
+
+@pytest.mark.parametrize("name", ["GPT", "Llama"])
+def test_fully_shard_with_adapters_checkpoints_and_accumulation(ranks, name):
+    expected = plainly(adapted(name) if name == "Llama" else make(name), name, "AdamW")
+    for found in ranks.run(accumulating_over, 4, 2, 2, name):
+        assert_equal(found, expected)
+
+
+def in_float32(num_ranks: int) -> float:
+    mesh = lss.init_mesh(num_ranks, device="cpu")
+    model = lss.parallelize(make("Llama").float(), mesh)
+    if num_ranks > 1:
+        fully_shard_all(model)
+    model(**lss.shard(pretrained.batch(), mesh, shift_labels=1)).loss.backward()
+    lss.average_gradients(model)
+    return lss.gradient_norm(model).item()
+
+
+def test_fully_shard_sums_in_float32_too(ranks):
+    (expected,) = ranks.run(in_float32, 1, 1)
+    assert ranks.run(in_float32, 2, 2) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def sharded(mesh, over=None, sync: bool = True):
+    model = lss.parallelize(make("Llama"), mesh)
+    fully_shard(model, mesh=over).set_requires_gradient_sync(sync)
+    model(**lss.shard(micro_batch("Llama", 0), mesh, shift_labels=1)).loss.backward()
+    lss.average_gradients(model)
+
+
+def before(mesh, wrap):
+    return lss.parallelize(wrap(make("Llama")), mesh)
+
+
 def afterwards(mesh, call: bool, **options: object):
     plain = lss.parallelize(make("Llama"), mesh)
     model = peft.get_peft_model(plain, peft.LoraConfig(r=3, target_modules=TARGETS["Llama"], **options))
@@ -101,6 +191,10 @@ def of_another_kind(mesh, config: peft.PeftConfig):
 
 _PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
 MISTAKES = {
+    "fully_shard of positions": lambda mesh: fully_shard(lss.parallelize(make("GPT"), mesh)),
+    "parameters that are cut over the ranks": lambda mesh: sharded(mesh, over=mesh["data"]),
+    "gradients that fully_shard was told not to sum": lambda mesh: sharded(mesh, sync=False),
+    "a model under fully_shard": lambda mesh: before(mesh, fully_shard),
     "add adapters and resize embeddings before lss.parallelize": lambda mesh: afterwards(mesh, True),
     "the model has 33 parameters": lambda mesh: afterwards(mesh, False, lora_dropout=0.1),
     "a PeftModel that was not parallelized": lambda mesh: lss.average_gradients(

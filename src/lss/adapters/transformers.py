@@ -36,7 +36,7 @@ def is_pretrained(model: nn.Module) -> bool:
     return bool(pretrained(model))
 
 
-def pretrained(model: nn.Module) -> list[nn.Module]:
+def pretrained(model: nn.Module) -> list[Any]:
     """The model itself, or the models of transformers that it holds; the library is not imported to find out."""
     library = sys.modules.get("transformers")
     if library is None:
@@ -104,7 +104,7 @@ def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: count
     AttentionInterface.register(_NAME, attention)
     AttentionMaskInterface.register(_NAME, mask)
     for whole in pretrained(model):
-        whole.set_attn_implementation(_NAME)  # type: ignore[operator]
+        whole.set_attn_implementation(_NAME)
         whole.register_forward_pre_hook(partial(_arguments, context), with_kwargs=True)
     for name, module in attention_modules(model).items():
         setattr(module, _ROUTE, (Route(context, schedule, name), Site(name, 0.0, next(sites), context)))
