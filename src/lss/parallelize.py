@@ -114,6 +114,7 @@ def parallelize(
         transformers.adapt(model, context, schedule, sites)
         with_whole_losses(model, context)
     model.register_forward_hook(partial(_end, context, inside), always_call=True)
+    _keep_tables_from_ddp(model)
     context.num_parameters = num_parameters(model)
     attach(model, context)
     return model
@@ -183,6 +184,13 @@ def _shard_positions(model: nn.Module, layout: LayoutName, context: SequenceCont
     for names, module in _instances(model, LearnedPositions):
         rows = Layout.named(cut_by, module.num_embeddings, context.sequence.size)
         _replace(model, names, ShardedPositions(module, rows, context, names[0]))
+
+
+def _keep_tables_from_ddp(model: nn.Module) -> None:
+    """Rows differ between ranks, so DistributedDataParallel must not average them; it does no harm to the others."""
+    names = [f"{name}.weight" for found, _ in _instances(model, ShardedPositions) for name in found]
+    if names:
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def attention_dropout(layer: nn.Module) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import lss
@@ -169,6 +170,30 @@ def sharded(mesh, over=None, sync: bool = True):
     lss.average_gradients(model)
 
 
+def under_ddp(sequence: int, data: int, name: str, form: str, static: bool):
+    """By `form`: whether the first micro-batch is left to its ranks, and over which ranks gradients are averaged."""
+    mesh = lss.init_mesh(sequence, data, device="cpu")
+    model = lss.parallelize(make(name), mesh)
+    group = mesh.get_group("sequence") if form == "groups" else None
+    wrapped = DistributedDataParallel(model, static_graph=static, process_group=group)
+    calls = count()
+
+    def call(*args, **batch):
+        wrapped.require_backward_grad_sync = form != "no_sync" or next(calls) % MICRO_BATCHES == MICRO_BATCHES - 1
+        return wrapped(*args, **batch)
+
+    return over(mesh, model, name, "SGD" if name == "GPT-2" else "AdamW", call)
+
+
+@pytest.mark.parametrize(("form", "static"), [("all", True), ("groups", True), ("no_sync", False)])
+@pytest.mark.parametrize("name", ["GPT", "GPT-2", "Llama"])
+def test_distributed_data_parallel(ranks, name, form, static):
+    expected = plainly(make(name), name, "SGD" if name == "GPT-2" else "AdamW")
+    for sequence, data in ((2, 1), (2, 2)):
+        for found in ranks.run(under_ddp, sequence * data, sequence, data, name, form, static):
+            assert_equal(found, expected)
+
+
 def before(mesh, wrap):
     return lss.parallelize(wrap(make("Llama")), mesh)
 
@@ -194,6 +219,7 @@ MISTAKES = {
     "fully_shard of positions": lambda mesh: fully_shard(lss.parallelize(make("GPT"), mesh)),
     "parameters that are cut over the ranks": lambda mesh: sharded(mesh, over=mesh["data"]),
     "gradients that fully_shard was told not to sum": lambda mesh: sharded(mesh, sync=False),
+    "a model under DistributedDataParallel": lambda mesh: before(mesh, DistributedDataParallel),
     "a model under fully_shard": lambda mesh: before(mesh, fully_shard),
     "add adapters and resize embeddings before lss.parallelize": lambda mesh: afterwards(mesh, True),
     "the model has 33 parameters": lambda mesh: afterwards(mesh, False, lora_dropout=0.1),
