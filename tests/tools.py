@@ -36,8 +36,8 @@ def micro_batch(name: str, index: int) -> dict[str, Tensor]:
     return {"tokens" if name == "GPT" else "input_ids": tokens[:, :-1].contiguous(), "labels": labels}
 
 
-def plainly(model: nn.Module, name: str, optimizer: str) -> Found:
-    """The training by torch alone; `name` is that of the wrapped model."""
+def plainly(model: nn.Module, name: str, optimizer: str, widened: bool = True) -> Found:
+    """The training by torch alone; `name` is that of the wrapped model, `widened` whether casts are to float64."""
 
     def loss_of(index: int) -> Tensor:
         batch = micro_batch(name, index)
@@ -52,7 +52,7 @@ def plainly(model: nn.Module, name: str, optimizer: str) -> Found:
     def gradients() -> dict[str, Tensor]:
         return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
-    return train(model, optimizer, loss_of, finish, gradients, lambda: dict(model.state_dict()))
+    return train(model, optimizer, loss_of, finish, gradients, lambda: dict(model.state_dict()), widened)
 
 
 def over(
@@ -61,9 +61,10 @@ def over(
     name: str,
     optimizer: str,
     call: Callable[..., object] | None = None,
+    widened: bool = True,
 ) -> Found:
     """The same of a parallelized model; `call` is what is called in its place."""
-    call, data = call or model, lss.context_of(model).data
+    call, data = call or model.__call__, lss.context_of(model).data
     rows = slice(data.rank * SEQUENCES // data.size, (data.rank + 1) * SEQUENCES // data.size)
 
     def loss_of(index: int) -> Tensor:
@@ -83,7 +84,7 @@ def over(
     def gradients() -> dict[str, Tensor]:
         return lss.full_gradients(model)
 
-    return train(model, optimizer, loss_of, finish, gradients, lambda: lss.full_state_dict(model))
+    return train(model, optimizer, loss_of, finish, gradients, lambda: lss.full_state_dict(model), widened)
 
 
 def train(
@@ -93,13 +94,14 @@ def train(
     finish: Callable[[], Tensor],
     gradients: Callable[[], dict[str, Tensor]],
     weights: Callable[[], dict[str, Tensor]],
+    widened: bool,
 ) -> Found:
     """Steps of two micro-batches each, with clipping."""
     steps = OPTIMIZERS[optimizer](weight for weight in model.parameters() if weight.requires_grad)
     told, first = {}, {}
     for step in range(STEPS):
         for micro in range(MICRO_BATCHES):
-            with computing_in(torch.float64):
+            with computing_in(torch.float64 if widened else torch.float32):
                 loss = loss_of(step * MICRO_BATCHES + micro)
                 loss.backward()
             told[f"loss {step}.{micro}"] = loss.detach()
@@ -110,10 +112,10 @@ def train(
     return {"told": told, "gradients": first, "weights": {name: w.detach().clone() for name, w in weights().items()}}
 
 
-def assert_equal(found: Found, expected: Found) -> None:
-    """Every loss, norm, gradient and weight, to 1e-9."""
+def assert_equal(found: Found, expected: Found, tolerance: float = 1e-9) -> None:
+    """Every loss, norm, gradient and weight."""
     for part in expected:
         assert found[part].keys() == expected[part].keys()
         for name, value in expected[part].items():
             if value.is_floating_point():
-                assert_same(found[part][name], value, name, 1e-9)
+                assert_same(found[part][name], value, name, tolerance)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lss.batch import Segment
 from lss.collectives import Axis
+from lss.compiled import eager
 from lss.errors import LayoutError, ModelError
 from lss.layout import Layout
 from lss.ledger import Ledger
@@ -162,6 +163,7 @@ class SequenceContext:
         indices = self.layout.all_positions(device)
         return indices if position_ids is None else position_ids[:, indices]
 
+    @eager
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum a small tensor over both axes; the ledger calls it `scalars`."""
         total = value.clone()

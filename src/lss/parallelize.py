@@ -236,6 +236,7 @@ def _watch(context: SequenceContext, module: nn.Module, args: Any, outputs: Any)
 def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: Any, outputs: Any) -> None:
     """The call is over; a dropout of an attention layer that it did not come to would have been lost in silence."""
     context.end()
+    context.watch(outputs)  # in a compiled model too
     skipped = [site.name for site in inside if site.last_call != context.num_calls]
     if model.training and outputs is not None and skipped:
         raise ModelError(

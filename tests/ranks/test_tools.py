@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -18,9 +18,6 @@ from lss.errors import LssError
 from lss.verification.precision import computing_in
 from tests import pretrained
 from tests.tools import MICRO_BATCHES, assert_equal, make, micro_batch, over, plainly
-
-# peft asks it of the model
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 TARGETS = {
     "GPT": ["query", "value", "feed_forward.0"],
@@ -194,8 +191,41 @@ def test_distributed_data_parallel(ranks, name, form, static):
             assert_equal(found, expected)
 
 
+def compiled_over(num_ranks: int, name: str, what: str):
+    mesh = lss.init_mesh(num_ranks, device="cpu")
+    model = lss.parallelize(make(name), mesh)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    call = torch.compile(model, backend="aot_eager").__call__ if what == "torch.compile" else None
+    blocks = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    for part in {"layers": blocks, "in place": [model]}.get(what, []):
+        part.compile(backend="aot_eager")
+    found = over(mesh, model, name, "SGD", call, widened=False)
+    ends = [reason for reason in torch._dynamo.utils.counters["graph_break"] if "logging.Logger" not in reason]
+    return found, {reason.partition("the function `")[2].partition("`")[0] or reason for reason in ends}
+
+
+@pytest.mark.parametrize("what", ["torch.compile", "in place", "layers"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_compiled(ranks, name, what):
+    expected = plainly(make(name), name, "SGD", widened=False)
+    (eager, _), _ = ranks.run(compiled_over, 2, 2, name, "eager")
+    for found, ends in ranks.run(compiled_over, 2, 2, name, what):
+        assert_equal(found, expected, 1e-5)  # norms and losses are in float32
+        assert_equal(found, eager)
+        assert ends == {"attention"} | ({"SequenceContext.sum_over_ranks"} if what != "layers" else set())
+
+
 def before(mesh, wrap):
     return lss.parallelize(wrap(make("Llama")), mesh)
+
+
+def flattened(mesh, use_orig_params: bool):
+    model = lss.parallelize(make("Llama"), mesh)
+    FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))(
+        **lss.shard(micro_batch("Llama", 0), mesh, shift_labels=1)
+    ).loss.backward()
+    lss.average_gradients(model)
 
 
 def afterwards(mesh, call: bool, **options: object):
@@ -219,6 +249,8 @@ MISTAKES = {
     "fully_shard of positions": lambda mesh: fully_shard(lss.parallelize(make("GPT"), mesh)),
     "parameters that are cut over the ranks": lambda mesh: sharded(mesh, over=mesh["data"]),
     "gradients that fully_shard was told not to sum": lambda mesh: sharded(mesh, sync=False),
+    "the model has 1 parameters": lambda mesh: flattened(mesh, False),
+    "of torch's wrappers take fully_shard": lambda mesh: flattened(mesh, True),
     "a model under DistributedDataParallel": lambda mesh: before(mesh, DistributedDataParallel),
     "a model under fully_shard": lambda mesh: before(mesh, fully_shard),
     "add adapters and resize embeddings before lss.parallelize": lambda mesh: afterwards(mesh, True),
