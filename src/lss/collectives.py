@@ -66,11 +66,6 @@ class Axis:
             return cls(name, 1, 0, ledger)
         return cls(name, mesh[name].size(), mesh.get_local_rank(name), ledger, mesh.get_group(name), ordered)
 
-    @property
-    def ranks(self) -> list[int]:
-        """Numbers of the axis' ranks in the world; none where it has one rank."""
-        return [] if self.group is None else dist.get_process_group_ranks(self.group)
-
     def all_gather(self, segment: Tensor, *, layer: str, phase: str) -> Tensor:
         """Concatenate the segments of all ranks along dim 0: [S, ...] to [N * S, ...]."""
         return self.start_all_gather(segment, layer=layer, phase=phase)()

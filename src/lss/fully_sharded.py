@@ -10,6 +10,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lss.context import SequenceContext
@@ -88,7 +89,8 @@ def _modules(model: nn.Module) -> list[Any]:
 def _require_ranks(ranks: list[int], context: SequenceContext) -> None:
     axes = (context.sequence, context.data)
     number = math.prod(axis.size for axis in axes)
-    if len(ranks) != number or any(not set(axis.ranks) <= set(ranks) for axis in axes):
+    groups = (axis.group for axis in axes if axis.group is not None)
+    if len(ranks) != number or any(not set(dist.get_process_group_ranks(group)) <= set(ranks) for group in groups):
         raise ModelError(
             f"parameters that are cut over the ranks {ranks}",
             allowed=f"fully_shard over a mesh of all {number} ranks of the model",

@@ -123,9 +123,9 @@ def test_fully_shard(ranks, name, gather, optimizer, sequence, data, by):
 
 
 def accumulating_over(sequence: int, data: int, name: str):
-    """Gradients of the first micro-batch stay on their ranks; an evaluation comes between a backward and its step."""
+    """Gradients of the first micro-batch stay on their ranks; an evaluation comes before each call in training."""
     mesh = lss.init_mesh(sequence, data, device="cpu")
-    model = lss.parallelize(adapted(name, True) if name == "Llama" else make(name), mesh)
+    model = lss.parallelize(adapted(name, True), mesh, gather="x")
     fully_shard_all(model)
     calls = count()
 
@@ -140,7 +140,7 @@ def accumulating_over(sequence: int, data: int, name: str):
 
 @pytest.mark.parametrize("name", ["GPT", "Llama"])
 def test_fully_shard_with_adapters_checkpoints_and_accumulation(ranks, name):
-    expected = plainly(adapted(name) if name == "Llama" else make(name), name, "AdamW")
+    expected = plainly(adapted(name), name, "AdamW")
     for found in ranks.run(accumulating_over, 4, 2, 2, name):
         assert_equal(found, expected)
 
@@ -240,6 +240,11 @@ def with_adapter(mesh, **options: object):
     return lss.parallelize(adapted("Llama", **options), mesh)
 
 
+def dropping_in_projections(mesh):
+    model = lss.parallelize(adapted("GPT", lora_dropout=0.1), mesh, gather="x")
+    over(mesh, model, "GPT", "SGD")
+
+
 def of_another_kind(mesh, config: peft.PeftConfig):
     return lss.parallelize(peft.get_peft_model(make("Llama"), config), mesh)
 
@@ -258,6 +263,7 @@ MISTAKES = {
     "a PeftModel that was not parallelized": lambda mesh: lss.average_gradients(
         peft.get_peft_model(lss.parallelize(make("Llama"), mesh), peft.LoraConfig(target_modules=TARGETS["Llama"]))
     ),
+    "lora_dropout.default of a tensor of shape": dropping_in_projections,
     "LoRA with a ALoraLinearVariant": lambda mesh: with_adapter(
         mesh, task_type="CAUSAL_LM", alora_invocation_tokens=[5]
     ),
