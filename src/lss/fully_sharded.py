@@ -83,7 +83,9 @@ def require_summed(model: nn.Module, context: SequenceContext) -> None:
 
 def _modules(model: nn.Module) -> list[Any]:
     library = sys.modules.get("torch.distributed.fsdp")
-    return [module for module in model.modules() if library is not None and isinstance(module, library.FSDPModule)]
+    if library is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, library.FSDPModule)]
 
 
 def _require_ranks(ranks: list[int], context: SequenceContext) -> None:
