@@ -184,8 +184,8 @@ class SequenceContext:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the present batch."""
-        return self.present.layout
+        """The layout of the last batch."""
+        return self._segment.layout
 
     @property
     def is_cut(self) -> bool:
@@ -203,13 +203,18 @@ class SequenceContext:
         Raises:
             LayoutError: There is none, or a part of the model was called apart from it.
         """
-        batch = self.last
+        segment = self._segment
         if not self.is_running and not in_backward():
             raise LayoutError(
                 "a part of the parallelized model was called apart from it",
                 allowed="calls of the model itself, which is told the segment of its batch",
                 remedy="call what you need in the model's forward",
             )
+        return segment
+
+    @property
+    def _segment(self) -> Segment:
+        batch = self.last
         if isinstance(batch, Whole):
             raise LayoutError(
                 "tokens that are not cut, where each rank should have its own",
@@ -308,19 +313,3 @@ def context_of(model: nn.Module) -> SequenceContext:
     context = vars(model)[_ATTRIBUTE]
     assert isinstance(context, SequenceContext)
     return context
-
-
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which matrix products of `tensor` run: autocast's where it is on, else its own."""
-    kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """In float32, or float64 as it is: the dtype in which sums are taken."""
-    return tensor.to(wide_dtype(tensor))
-
-
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype of `wide(tensor)`."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

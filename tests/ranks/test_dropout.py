@@ -85,7 +85,7 @@ def masks(rate: float, steps: list[int], sites: list[int], seed: int) -> list[to
     ones = torch.ones(4, 300, 50, dtype=torch.float64)
     found = []
     for step in steps:
-        context.begin(lss.shard({"tokens": torch.zeros(4, 300)}, mesh, step=step)["segment"], training=True)
+        context.begin(lss.shard({"tokens": torch.zeros(4, 300)}, mesh, step=step)["segment"], 4, training=True)
         found.extend(PositionDropout(Site("here", rate, site, context))(ones) for site in sites)
     return found
 

@@ -78,7 +78,8 @@ class Functions(TorchFunctionMode):
             return self._dropout(*args, **kwargs)
         if function in losses.TAKEN:
             return losses.whole(function, args, kwargs, context)
-        if context.is_cut and context.sequence.size > 1 and caller != _MAKES_MASKS:
+        works = context.is_running or in_backward()  # else a head is called on what the model gave
+        if works and context.is_cut and context.sequence.size > 1 and caller != _MAKES_MASKS:
             if self.tables is not None and function in positions.MADE:
                 found = positions.made(function, args, kwargs, context, self.tables)
                 if found is not None:

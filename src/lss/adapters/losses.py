@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lss.context import SequenceContext, wide
+from lss.context import SequenceContext
+from lss.dtypes import wide
 from lss.errors import ModelError
 
 _CROSS_ENTROPY = signature(F.cross_entropy)

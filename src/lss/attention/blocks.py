@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lss.attention.kernels import Kernel, Operands, dense
 from lss.attention.plan import Block
 from lss.bias import Bias, learned_of
-from lss.context import wide, wide_dtype
 from lss.dropout import Site, keep_weights
+from lss.dtypes import wide, wide_dtype
 from lss.layout import Piece
 from lss.masks import Mask, View
 

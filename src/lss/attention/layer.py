@@ -14,8 +14,9 @@ from lss.attention.schedule import Scene, Schedule, describe, fewest_seconds, pr
 from lss.attention.sources import Input, KeyValue, Source
 from lss.bias import Bias
 from lss.compiled import eager
-from lss.context import SequenceContext, autocast_dtype
+from lss.context import SequenceContext
 from lss.dropout import Site
+from lss.dtypes import autocast_dtype
 from lss.errors import LayoutError, ModelError
 from lss.layout import Layout
 from lss.masks import Causal, Full, Mask

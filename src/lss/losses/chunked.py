@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
-from lss.context import wide
+from lss.dtypes import wide
 from lss.errors import LayoutError
 
 

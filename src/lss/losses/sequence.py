@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
 from lss.collectives import gather, sum_over
-from lss.context import context_of, wide
+from lss.context import context_of
+from lss.dtypes import wide
 from lss.errors import LayoutError
 from lss.segment import Segment
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
-from lss.context import context_of, wide
+from lss.context import context_of
+from lss.dtypes import wide
 from lss.errors import LayoutError
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lss.attention.plan import Limits
-from lss.context import wide_dtype
+from lss.dtypes import wide_dtype
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from lss.attention.kernels.base import Gradients, Kernel, Needs, Operands, fused_cannot
 from lss.attention.plan import Limits
-from lss.context import wide
+from lss.dtypes import wide
 
 
 def _forward(given: Operands) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lss.attention.kernels.base import Gradients, Kernel, Operands
 from lss.attention.plan import Limits
-from lss.context import wide
+from lss.dtypes import wide
 
 
 def _forward(given: Operands) -> tuple[Tensor, Tensor]:
