@@ -13,8 +13,9 @@ VOCABULARY, LENGTH, WIDTH, HEADS = 23, 13, 16, 4
 class Block(nn.Module):
     """Attention by scaled_dot_product_attention, as in many a lab's code."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, makes_mask: bool = False) -> None:
         super().__init__()
+        self.makes_mask = makes_mask
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -27,7 +28,8 @@ class Block(nn.Module):
             part.view(batch, length, HEADS, -1).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
         )
         rate = self.rate if self.training else 0.0
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=rate)
+        mask = torch.ones(length, length, dtype=torch.bool).tril() if self.makes_mask else None
+        y = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, dropout_p=rate)
         x = x + self.drop(self.out(y.transpose(1, 2).reshape(batch, length, WIDTH)))
         return x + self.drop(F.dropout(self.down(F.gelu(self.up(self.norm_2(x)))), self.rate, self.training))
 
@@ -43,7 +45,7 @@ class Decoder(nn.Module):
         self.free = nn.Parameter(0.1 * torch.randn(1, 32, WIDTH))
         angles = torch.arange(32)[:, None] * torch.exp(torch.arange(0, WIDTH, 2) * (-math.log(100.0) / WIDTH))
         self.register_buffer("waves", torch.stack((angles.sin(), angles.cos()), -1).flatten(1))
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(dropout, makes_mask=makes_mask) for makes_mask in (False, True))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
         unused = {"arange": self.free, "parameter": self.table.weight, "buffer": self.free}[positions]
         unused.requires_grad_(False)

@@ -68,7 +68,7 @@ def refusals(model: nn.Module, *, cut: Cut = "tokens", safe: Sequence[str] = ())
         yield ModelError("a model that is parallelized already", remedy="parallelize it once")
     yield from _of_wrappers(model)
     attention = attention_modules(model)
-    if not attention:
+    if not attention and not is_pretrained:
         yield ModelError(
             f"no attention was found in {type(model).__name__}",
             allowed="nn.MultiheadAttention, modules that call scaled_dot_product_attention, models of transformers, "

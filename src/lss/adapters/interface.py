@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lss.adapters.rules import WholePadding
 from lss.attention import Route
 from lss.bias import Bias
 from lss.compiled import eager
 from lss.dropout import Site
 from lss.errors import MaskError, ModelError
-from lss.masks import Causal, Full, Mask, Padding, Window
+from lss.masks import Causal, Full, Mask, Window
 
 NAME = "lss"
 _PLACE = "lss_place"
@@ -156,30 +157,8 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
         return found  # many models make a mask of ones where they are given none
     if attention_mask.dim() != 2:
         raise MaskError(f"an attention_mask of shape {tuple(attention_mask.shape)}", allowed="padding, [B, L]")
-    padding = _WholePadding(Padding.of(attention_mask).spans, attention_mask.size(1))
+    padding = WholePadding.of(attention_mask)
     return padding if found == Full() else found & padding
-
-
-@dataclass(frozen=True)
-class _WholePadding(Padding):
-    """Padding of whole sequences; a model that makes it of a segment's tokens is refused.
-
-    Args:
-        spans: Real keys of each sequence.
-        length: L.
-    """
-
-    length: int = 0
-
-    def check(self, num_sequences: int, num_queries: int, num_keys: int) -> None:
-        """It is as long as the sequences."""
-        super().check(num_sequences, num_queries, num_keys)
-        if self.length != num_keys:
-            raise MaskError(
-                f"an attention_mask of {self.length} tokens for {num_keys} keys",
-                allowed="padding of whole sequences",
-                remedy="say it to lss.shard, as attention_mask",
-            )
 
 
 def _rule(function: Callable[..., Any]) -> Mask:

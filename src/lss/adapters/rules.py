@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -48,6 +50,33 @@ class Rules:
         return self.of_pairs(tensor[:, None, None], hides=True)[0]
 
 
+@dataclass(frozen=True)
+class WholePadding(Padding):
+    """Padding of whole sequences; a model that makes it of a segment's tokens is refused.
+
+    Args:
+        spans: Real keys of each sequence.
+        length: L.
+    """
+
+    length: int = 0
+
+    @classmethod
+    def of(cls, mask: Tensor) -> WholePadding:
+        """From a mask [B, L] that is nonzero (or True) on real keys."""
+        return cls(Padding.of(mask).spans, mask.size(1))
+
+    def check(self, num_sequences: int, num_queries: int, num_keys: int) -> None:
+        """It is as long as the sequences."""
+        super().check(num_sequences, num_queries, num_keys)
+        if self.length != num_keys:
+            raise MaskError(
+                f"an attention_mask of {self.length} tokens for {num_keys} keys",
+                allowed="padding of whole sequences",
+                remedy="say it to lss.shard, as attention_mask",
+            )
+
+
 def _rule(tensor: Tensor, *, hides: bool) -> Rule:
     if tensor.requires_grad:
         raise MaskError(
@@ -79,7 +108,7 @@ def _mask(seen: Tensor) -> Mask:
     if seen.all():
         return Full()
     if seen.dim() == 4 and seen.shape[1:3] == (1, 1):
-        return Padding.of(seen[:, 0, 0])
+        return WholePadding.of(seen[:, 0, 0])
     if seen.dim() == 4 and seen.size(-2) == 1:
         raise MaskError(f"a mask of shape {tuple(seen.shape)}", allowed="[B, 1, 1, L], the same for all heads")
     if seen.dim() == 2 and seen.size(0) == seen.size(1) and torch.equal(seen, seen.new_ones(seen.shape).tril()):
