@@ -207,8 +207,9 @@ def _common_shape(batch: Mapping[str, Tensor]) -> tuple[int, int, torch.device]:
     if len({shape[:2] for shape in shapes.values()}) != 1 or any(len(shape) < 2 for shape in shapes.values()):
         raise LayoutError(
             f"a batch of shapes {shapes}",
-            allowed="tensors [B, L, ...] with one B and one L",
-            remedy="keep what is not cut by tokens, such as a label a sequence, out of lss.shard",
+            allowed="tensors [B, L, ...] with one B and one L; those of a decoder, decoder_..., may have another",
+            remedy="keep what is not cut by tokens, such as a label a sequence, out of lss.shard; make "
+            "decoder_input_ids of the whole labels",
         )
     if not min(next(iter(shapes.values()))[:2]):
         raise LayoutError(f"a batch of shapes {shapes}", allowed="at least one sequence and one token")

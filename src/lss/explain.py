@@ -9,26 +9,28 @@ from torch import nn
 from lss.adapters import transformers
 from lss.adapters.found import attention_modules
 from lss.attention import attention_layers, mask_of
+from lss.batch import Cut
 from lss.context import context_of, is_parallelized
 from lss.dropout import PositionDropout
 from lss.gradients import cut_parameters, replicated_parameters
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
-from lss.refusals import refusals
+from lss.refusals import default_cut, refusals
 
 
-def explain(model: nn.Module) -> str:
+def explain(model: nn.Module, *, cut: Cut | None = None) -> str:
     """What `parallelize` finds in a model, or has found: attention, positions, parameters, dropout, what is refused.
 
     Args:
         model: A plain model, of which it says what would be refused; or a parallelized one, of which it says, after a
-            call, how attention is computed and what is gathered.
+            call, how attention is computed, what is gathered, and where its code made positions.
+        cut: As in `parallelize`, which a parallelized model knows.
 
     Example:
         >>> import lss
         >>> from lss.models import GPT, GPTConfig
         >>> print(lss.explain(GPT(GPTConfig(width=32, layers=1, heads=2))))  # doctest: +ELLIPSIS
-        GPT, 1 attention layer
+        GPT, 1 attention layer, tokens cut by lss.shard
         attention
           blocks.0.attention: Causal(offset=0)
         ...
@@ -36,7 +38,8 @@ def explain(model: nn.Module) -> str:
           nothing
     """
     layers = attention_modules(model)
-    found = [] if is_parallelized(model) else list(refusals(model))
+    cut = context_of(model).cut if is_parallelized(model) else cut or default_cut(model)
+    found = [] if is_parallelized(model) else list(refusals(model, cut=cut))
     parts = {
         "attention": [f"{name}: {_attention(model, name, layer)}" for name, layer in layers.items()],
         "positions": list(_positions(model)),
@@ -44,7 +47,8 @@ def explain(model: nn.Module) -> str:
         "dropout": list(_dropout(model)),
         "refused": [str(refusal).replace("\n", " ") for refusal in found] or ["nothing"],
     }
-    title = f"{type(model).__name__}, {len(layers)} attention layer{'s' if len(layers) != 1 else ''}"
+    title = f"{type(model).__name__}, {len(layers)} attention layer{'s' if len(layers) != 1 else ''}, tokens cut "
+    title += "by lss.shard" if cut == "tokens" else "between the first layer and the last"
     lines = (f"{name}\n" + "\n".join(f"  {line}" for line in said) for name, said in parts.items() if said)
     return "\n".join((title, *lines))
 
@@ -64,7 +68,11 @@ def _positions(model: nn.Module) -> Iterator[str]:
             yield f"{name}: {module.extra_repr()}, those of this rank's segment"
         elif isinstance(module, LearnedPositions):
             yield f"{name}: {module.num_embeddings} rows, to be cut over the ranks"
-    if transformers.is_pretrained(model):
+    if is_parallelized(model):
+        yield from (f"{where}: {how}" for where, how in context_of(model).positions_found.items())
+    if is_parallelized(model) and context_of(model).cut == "layers":
+        yield "of whole sequences, as the model makes them"
+    elif transformers.takes_positions(model):
         yield "position_ids: global, from the segment; a learned table stays whole on every rank"
 
 

@@ -41,7 +41,7 @@ from lss.ledger import Ledger
 from lss.mesh import DATA, SEQUENCE
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
-from lss.refusals import refusals
+from lss.refusals import default_cut, refusals
 from lss.state import instances
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -109,7 +109,7 @@ def parallelize(
     schedule = Schedule(gather, kernel, keep, chunks)
     if cut not in (None, *CUTS):
         raise ModelError(f"cut={cut!r}", allowed=", ".join(CUTS))
-    cut = cut or ("layers" if transformers.takes_no_tokens(model) else "tokens")
+    cut = cut or default_cut(model)
     for refusal in refusals(model, cut=cut, safe=safe):
         raise refusal
     ledger = Ledger()

@@ -52,6 +52,11 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 _OVER_A_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 
 
+def default_cut(model: nn.Module) -> Cut:
+    """Where the tokens of a model are cut if nobody says."""
+    return "layers" if transformers.takes_no_tokens(model) else "tokens"
+
+
 def refusals(model: nn.Module, *, cut: Cut = "tokens", safe: Sequence[str] = ()) -> Iterator[ModelError]:
     """Everything in a plain model that would be computed wrongly, by its name.
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import lss
 from lss import losses
 from tests.models import assert_same
-from tests.plain import LENGTH, MASKS, Decoder, Sequences, Translator, padding, tokens
+from tests.plain import LENGTH, MASKS, VOCABULARY, WIDTH, Decoder, Sequences, Translator, padding, tokens
 
 
 def made(kind: type, *args: object, **named: object) -> nn.Module:
@@ -81,6 +81,56 @@ def test_positions_that_a_model_makes_are_global(ranks, positions):
     for number in (2, 3):
         for found in ranks.run(predicted, number, number, positions):
             assert_equal(found, alone(positions))
+
+
+def explained(number: int) -> str:
+    mesh = lss.init_mesh(number, device="cpu")
+    model = lss.parallelize(made(Decoder), mesh)
+    model(**lss.shard({"tokens": tokens()}, mesh))
+    return lss.explain(model)
+
+
+def test_it_is_said_where_positions_were_made(ranks):
+    for said in ranks.run(explained, 2, 2):
+        assert "the model: torch.arange(0, 7) looked up by global position" in said
+
+
+class Tagger(nn.Module):
+    """nn.TransformerEncoder under a causal mask, cut by tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.table = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, 0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.table(torch.arange(tokens.size(1)))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), dtype=torch.float64)
+        return self.head(self.encoder(x, mask=mask, is_causal=True))
+
+
+def tagged(number: int) -> tuple:
+    mesh = lss.init_mesh(number, device="cpu")
+    model = lss.parallelize(made(Tagger), mesh)
+    batch = lss.shard({"tokens": tokens(), "labels": tokens() % 3}, mesh, shift_labels=0)
+    logits = model(batch["tokens"], segment=batch["segment"])
+    count = lss.count_tokens(model, batch["labels"])
+    loss = lss.token_mean_cross_entropy(logits, batch["labels"], count)
+    loss.backward()
+    lss.average_gradients(model)
+    total = lss.context_of(model).sum_over_ranks(loss.detach()).item()
+    return total, lss.unshard(logits, batch["segment"], mesh), gradients(model)
+
+
+def test_transformer_encoder_cut_by_tokens(ranks):
+    model = made(Tagger)
+    logits = model(tokens())
+    loss = F.cross_entropy(logits.flatten(0, 1), (tokens() % 3).flatten())
+    loss.backward()
+    for number in (2, 3):
+        for found in ranks.run(tagged, number, number):
+            assert_equal(found, (loss.item(), logits.detach(), gradients(model)))
 
 
 @pytest.mark.parametrize("how", ["modules", "forwards"])
