@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lss.batch import Cut
 from lss.collectives import Axis
+from lss.compiled import eager
 from lss.errors import LayoutError, ModelError
 from lss.frames import Frames, in_backward
 from lss.layout import Layout, LayoutName, Piece
@@ -46,6 +47,7 @@ class SequenceContext:
         num_trained: Those in training.
         is_running: Whether such a call is going on.
         is_averaged: Whether the gradients of the last backward are; None before any.
+        num_parameters: Parameters of the model, and numbers in them.
         choices: How each attention layer is computed, in a line for people.
         positions_found: Where the model's code made positions, and how they were made global, for people.
         frames: The modules that are running.
@@ -68,6 +70,7 @@ class SequenceContext:
     num_trained: int = 0
     is_running: bool = False
     is_averaged: bool | None = None
+    num_parameters: tuple[int, int] = (0, 0)
     choices: dict[str, str] = field(default_factory=dict)
     positions_found: dict[str, str] = field(default_factory=dict)
     frames: Frames = field(default_factory=Frames)
@@ -266,6 +269,7 @@ class SequenceContext:
         indices = self.layout.all_positions(device)
         return indices if position_ids is None else position_ids[:, indices]
 
+    @eager
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Sum a small tensor over both axes; the ledger calls it `scalars`."""
         total = value.clone()

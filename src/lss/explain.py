@@ -11,7 +11,7 @@ from lss.adapters.found import attention_modules
 from lss.attention import attention_layers, mask_of
 from lss.context import context_of, is_parallelized
 from lss.dropout import PositionDropout
-from lss.gradients import replicated_parameters
+from lss.gradients import cut_parameters, replicated_parameters
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
 from lss.refusals import refusals
@@ -73,6 +73,7 @@ def _parameters(model: nn.Module) -> Iterator[str]:
     tables = {id(weight) for kind in (ShardedPositions, LearnedPositions) for weight in _of(model, kind)}
     for name, weights in {
         "averaged over all ranks": [weight for weight in shared if id(weight) not in tables],
+        "cut over all ranks by fully_shard": cut_parameters(model),
         "averaged over the data groups": [weight for weight in model.parameters() if id(weight) in tables],
         "frozen": [weight for weight in model.parameters() if not weight.requires_grad],
     }.items():

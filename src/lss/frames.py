@@ -17,11 +17,13 @@ class Frame:
 
     Args:
         name: Of the module.
+        user: Of the module that holds it.
         entry: How many times it was entered before, in the present call of the model.
         uses: How often each place in it was used since.
     """
 
     name: str
+    user: str
     entry: int
     uses: Counter[str] = field(default_factory=Counter)
 
@@ -47,9 +49,11 @@ class Frames:
             user: Of the module that holds it. A recomputation may be of a forward alone: then it is that one's.
         """
         if in_backward():
-            self.running += [Frame(part, 0) for part in ((name,) if self.running else (user, name))]
+            if not self.running:
+                self.running.append(Frame(user, "", 0))
+            self.running.append(Frame(name, user, 0))
             return
-        self.running.append(Frame(name, self._entries[name]))
+        self.running.append(Frame(name, user, self._entries[name]))
         self._entries[name] += 1
         self._most[name] = max(self._most[name], self._entries[name])
 
@@ -88,10 +92,9 @@ class Frames:
                 "masks in a recomputation, where they cannot be told apart",
                 allowed="recomputation of modules that are called once, or dropout 0",
             )
-        canonical = depth == 1 or place.rpartition(".")[0] == user.name
-        found = (
-            0 if canonical and not number and not user.entry else _number(f"{user.name} {user.entry} {place} {number}")
-        )
+        is_canonical = depth == 1 or self.running[-1].user == user.name
+        is_first = is_canonical and not number and not user.entry
+        found = 0 if is_first else _number(f"{user.name} {user.entry} {place} {number}")
         self._known.setdefault(place, set()).add(found)
         return found
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lss.collectives import Axis
-from lss.context import context_of
+from lss.context import SequenceContext, context_of
+from lss.errors import ModelError
+from lss.fully_sharded import is_cut, num_copies, own_part, require_summed, settle, whole
 from lss.positions import ShardedPositions
 
 BUCKET_BYTES = 25 * 2**20
@@ -22,18 +24,25 @@ def positional_tables(model: nn.Module) -> list[nn.Parameter]:
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Weights that are the same on every rank, each once."""
     tables = {id(weight) for weight in positional_tables(model)}
-    return [weight for weight in model.parameters() if id(weight) not in tables]
+    return [weight for weight in model.parameters() if id(weight) not in tables and not is_cut(weight)]
+
+
+def cut_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Weights that `fully_shard` has cut over ranks, and whose gradients it sums."""
+    return [weight for weight in model.parameters() if is_cut(weight)]
 
 
 def replicas_that_differ(model: nn.Module) -> list[str]:
     """Names of parameters that are not bit-identical on all ranks that share them. A collective call.
 
-    Compared is a checksum of the bit patterns of each parameter, modulo 2**64: eight bytes a parameter are sent.
+    Compared is a checksum of the bit patterns of each parameter, modulo 2**64: eight bytes a parameter are sent. What
+    `fully_shard` has cut is put together first.
     """
     context = context_of(model)
+    settle(model)
     tables = {id(weight) for weight in positional_tables(model)}
     names, weights = zip(*model.named_parameters(), strict=True)
-    sums = torch.stack([_bit_sum(weight) for weight in weights])[None]
+    sums = torch.stack([_bit_sum(whole(weight)) for weight in weights])[None]
     groups = context.data.all_gather(sums, layer="replicas", phase="step")
     segments = context.sequence.all_gather(sums, layer="replicas", phase="step")
     shared = torch.tensor([id(weight) not in tables for weight in weights], device=sums.device)
@@ -48,35 +57,62 @@ def average_gradients(model: nn.Module) -> None:
     First over the sequence group without the positional tables, whose rows live on one rank each; then over the data
     group with them. Every rank's loss is its local sum divided by the global token count
     (`token_mean_cross_entropy`), so the mean is a sum here and nothing is scaled again. Messages are buckets of at
-    most 25 MB, or one larger parameter.
+    most 25 MB, or one larger parameter. What `fully_shard` has cut is summed already.
 
     Raises:
-        ModelError: The model was not parallelized, or its gradients are averaged already.
+        ModelError: The model was not parallelized, its gradients are averaged already, or parameters were added.
         RankLostError: A rank is gone.
     """
     context = context_of(model)
+    require_same_parameters(model, context)
     context.require_averaged(False)
+    settle(model)
+    require_summed(model, context)
     context.is_averaged = True
     _sum_gradients(_trained(replicated_parameters(model)), [context.sequence, context.data])
     _sum_gradients(_trained(positional_tables(model)), [context.data])
 
 
-def gradient_norm(model: nn.Module) -> Tensor:
-    """L2 norm of the gradient of the whole model: shared parameters once, positional rows over their owners.
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """Parameters of a model, and numbers in them."""
+    sizes = [weight.numel() for weight in model.parameters()]
+    return len(sizes), sum(sizes)
 
-    Call it after `average_gradients`. A collective call where there are positional tables.
+
+def require_same_parameters(model: nn.Module, context: SequenceContext) -> None:
+    """Raise ModelError where parameters were added or replaced, as by peft: they would differ between ranks."""
+    found, known = num_parameters(model), context.num_parameters
+    if found != known:
+        raise ModelError(
+            f"the model has {found[0]} parameters of {found[1]} numbers, and had {known[0]} of {known[1]} when it was "
+            "parallelized",
+            remedy="add adapters and resize embeddings before lss.parallelize; of torch's wrappers take fully_shard "
+            "or DistributedDataParallel",
+        )
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """L2 norm of the gradient of the whole model: shared parameters once, what is cut over its owners.
+
+    Call it after `average_gradients`. A collective call where there are positional tables, or `fully_shard`.
 
     Returns:
         A scalar in float64.
     """
     context = context_of(model)
     context.require_averaged(True)
-    shared = _squared_sum(replicated_parameters(model))
-    tables = positional_tables(model)
-    if tables:
-        rows = _squared_sum(tables)
-        shared = shared + context.sequence.all_reduce_(rows, layer="norm", phase="step")
-    return shared.sqrt()
+    settle(model)
+    total = _squared_sum(replicated_parameters(model))
+    for weights, axes in (
+        (positional_tables(model), [context.sequence]),
+        (cut_parameters(model), [context.sequence, context.data]),
+    ):
+        if weights:
+            parts = _squared_sum(weights)
+            for axis in axes:
+                axis.all_reduce_(parts, layer="norm", phase="step")
+            total = total + parts
+    return total.sqrt()
 
 
 def clip_gradient_norm(model: nn.Module, max_norm: float) -> Tensor:
@@ -85,7 +121,8 @@ def clip_gradient_norm(model: nn.Module, max_norm: float) -> Tensor:
     Does on segments what `torch.nn.utils.clip_grad_norm_` does on one device.
     """
     norm = gradient_norm(model)
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    for weights in (cut_parameters(model), positional_tables(model) + replicated_parameters(model)):
+        torch.nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm
 
 
@@ -135,11 +172,13 @@ def _sum_bucket(weights: list[Tensor], axes: list[Axis]) -> None:
 
 
 def _squared_sum(weights: list[nn.Parameter]) -> Tensor:
+    """Of the gradients' parts on this rank, each divided by the number of ranks that hold the same."""
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=weights[0].device if weights else None)
-    norms = [torch.linalg.vector_norm(gradient, dtype=_norm_dtype(gradient)).double() for gradient in gradients]
-    return torch.stack(norms).square().sum()
+    parts = ((own_part(gradient), num_copies(gradient)) for gradient in gradients)
+    squares = [torch.linalg.vector_norm(part, dtype=_norm_dtype(part)).double() ** 2 / copies for part, copies in parts]
+    return torch.stack(squares).sum()
 
 
 def _norm_dtype(gradient: Tensor) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from inspect import signature
 from itertools import count
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lss import fully_sharded
 from lss.adapters import positions, transformers
 from lss.adapters.found import attention_modules
-from lss.adapters.functions import Entered, Functions
+from lss.adapters.functions import Compiled, Entered, Functions
 from lss.adapters.rules import Rules
 from lss.adapters.stacks import cut_in_layers, stacks
 from lss.adapters.torch_nn import SegmentedMultihead
@@ -34,13 +35,14 @@ from lss.context import SequenceContext, attach
 from lss.dropout import PositionDropout, Site
 from lss.errors import ModelError
 from lss.frames import in_backward
-from lss.gradients import buckets
+from lss.gradients import buckets, num_parameters, require_same_parameters
 from lss.layout import Layout, LayoutName
 from lss.ledger import Ledger
 from lss.mesh import DATA, SEQUENCE
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
 from lss.refusals import refusals
+from lss.state import instances
 
 Model = TypeVar("Model", bound=nn.Module)
 Module = TypeVar("Module", bound=nn.Module)
@@ -120,7 +122,8 @@ def parallelize(
     rules = Rules()
     sites = count()
     inside = _replace(model, context, schedule, rules, sites)
-    entered = Entered(Functions(context, schedule, rules, tables))
+    functions = Functions(context, schedule, rules, tables)
+    entered, model.forward = Entered(functions), Compiled(model.forward, functions)
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(_enter, context, entered, name, _user(model, name)))
         module.register_forward_hook(partial(_leave, context, entered, name), always_call=True)
@@ -131,51 +134,10 @@ def parallelize(
     if transformers.is_pretrained(model):
         transformers.adapt(model, context, schedule, sites)
     model.register_forward_hook(partial(_end, context, inside), always_call=True)
+    _keep_tables_from_ddp(model)
+    context.num_parameters = num_parameters(model)
     attach(model, context)
     return model
-
-
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the plain model, positional tables reassembled, on every rank: to be saved by one of them.
-
-    A collective call: every rank must make it. `load_full_state_dict` takes it back, at any number of ranks.
-    """
-    state = dict(model.state_dict())
-    for names, module in _instances(model, ShardedPositions):
-        table = module.whole(module.weight)
-        state |= {f"{name}.weight": table for name in names}
-    return state
-
-
-def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load the state of the plain model, as `full_state_dict` gives it, into a parallelized one, alike on every rank.
-
-    Raises:
-        ModelError: Names or shapes are not those of the model.
-    """
-    parts = dict(state)
-    for names, module in _instances(model, ShardedPositions):
-        for name in names:
-            if (table := parts.get(f"{name}.weight")) is not None and len(table) == module.layout.length:
-                parts[f"{name}.weight"] = module.rows_of(table)
-    try:
-        model.load_state_dict(parts)
-    except RuntimeError as error:
-        raise ModelError(
-            f"a state that does not fit: {error}", allowed="that of the plain model, as full_state_dict gives it"
-        ) from error
-
-
-def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients under the names of the plain model's parameters, rows of positional tables put together.
-
-    On every rank; parameters without a gradient are left out. A collective call.
-    """
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    for name, module in model.named_modules():
-        if isinstance(module, ShardedPositions) and module.weight.grad is not None:
-            gradients[f"{name}.weight"] = module.whole(module.weight.grad)
-    return gradients
 
 
 def _send_weights(model: nn.Module, context: SequenceContext) -> None:
@@ -193,9 +155,16 @@ def _send_weights(model: nn.Module, context: SequenceContext) -> None:
 
 def _shard_positions(model: nn.Module, layout: LayoutName, context: SequenceContext) -> None:
     cut_by = "zigzag" if layout == "balanced" else layout  # a table is not of one batch
-    for names, module in _instances(model, LearnedPositions):
+    for names, module in instances(model, LearnedPositions):
         rows = Layout.named(cut_by, module.num_embeddings, context.sequence.size)
         _set(model, names, ShardedPositions(module, rows, context, names[0]))
+
+
+def _keep_tables_from_ddp(model: nn.Module) -> None:
+    """Rows differ between ranks, so DistributedDataParallel must not average them; it does no harm to the others."""
+    names = [f"{name}.weight" for found, _ in instances(model, ShardedPositions) for name in found]
+    if names:
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def attention_dropout(layer: nn.Module) -> float:
@@ -207,7 +176,7 @@ def attention_dropout(layer: nn.Module) -> float:
 def _key_dropout(model: nn.Module, layers: set[str], context: SequenceContext, sites: Iterator[int]) -> list[Site]:
     """Replace all dropout; the sites inside of attention layers, which must be called by their projections."""
     inside = []
-    for names, module in _instances(model, nn.Dropout):
+    for names, module in instances(model, nn.Dropout):
         site = Site(names[0], module.p, next(sites), context)
         _set(model, names, PositionDropout(site).train(module.training))
         parent, _, child = names[0].rpartition(".")
@@ -215,15 +184,6 @@ def _key_dropout(model: nn.Module, layers: set[str], context: SequenceContext, s
         if within and module.p and not (parent in layers and child == "attention_dropout"):
             inside.append(site)
     return inside
-
-
-def _instances(model: nn.Module, kind: type[Module]) -> list[tuple[list[str], Module]]:
-    """Modules of a kind, each with all names under which the model holds it."""
-    found: dict[int, tuple[list[str], Module]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, kind):
-            found.setdefault(id(module), ([], module))[0].append(name)
-    return list(found.values())
 
 
 def _set(model: nn.Module, names: list[str], module: nn.Module) -> None:
@@ -254,7 +214,7 @@ def _replace(
 
 def _is_told_positions(model: nn.Module) -> bool:
     """Whether a model takes positions as an argument, or its layers do, so that its code need not make them."""
-    return bool(attention_layers(model)) or "position_ids" in signature(model.forward).parameters
+    return bool(attention_layers(model)) or transformers.takes_positions(model)
 
 
 def _comes_second(model: nn.Module) -> bool:
@@ -299,6 +259,7 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
             allowed="with cut='layers', models that call all of their layers in order",
         )
     context.end()
+    context.watch(outputs)  # in a compiled model too
     skipped = [site.name for site in inside if site.last_call != context.num_calls]
     if model.training and outputs is not None and skipped:
         raise ModelError(
@@ -311,6 +272,8 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
 def _begin(
     context: SequenceContext, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    require_same_parameters(model, context)
+    fully_sharded.prepare(model)
     first = next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), None)
     sequences = first.size(1 - context.token_dim) if first is not None and first.dim() > 1 else 0
     context.begin(kwargs.pop("segment", None), sequences, training=model.training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from lss.collectives import gather
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.errors import LayoutError, ModelError
+from lss.fully_sharded import is_cut
 from lss.layout import Layout
 
 
@@ -41,6 +42,14 @@ class ShardedPositions(nn.Module):
         self.weight = cast(nn.Parameter, table.weight)
         self.weight.data = self.rows_of(table.weight.data)
         self.weight.grad = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and is_cut(value):
+            raise ModelError(
+                f"fully_shard of {self.name}, of which each rank holds its rows already",
+                remedy="fully_shard(..., ignored_params=set(lss.positional_tables(model)))",
+            )
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         """Rows held, as in `print(model)`."""

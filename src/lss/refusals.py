@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.nn.modules import batchnorm, conv, padding, pooling
 
-from lss.adapters import torch_nn, transformers
+from lss.adapters import peft, torch_nn, transformers
 from lss.adapters.found import attention_modules
 from lss.adapters.stacks import stacks
 from lss.attention import PROJECTIONS, attention_layers, bias_of, mask_of
@@ -15,6 +15,7 @@ from lss.batch import Cut
 from lss.bias import is_rule
 from lss.context import is_parallelized
 from lss.errors import ModelError
+from lss.fully_sharded import is_cut
 from lss.models.positions import LearnedPositions
 
 # Modules that may mix tokens, or draw masks that know no position, and that are not understood.
@@ -47,6 +48,7 @@ _REFUSED: tuple[type[nn.Module], ...] = (
     nn.Dropout2d,
     nn.Dropout3d,
 )
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 _OVER_A_DIM = (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU)
 
 
@@ -64,6 +66,7 @@ def refusals(model: nn.Module, *, cut: Cut = "tokens", safe: Sequence[str] = ())
         yield ModelError(f"safe={unknown}, of which the model has none", allowed="names of its modules")
     if is_parallelized(model):
         yield ModelError("a model that is parallelized already", remedy="parallelize it once")
+    yield from _of_wrappers(model)
     attention = attention_modules(model)
     if not attention:
         yield ModelError(
@@ -82,6 +85,7 @@ def refusals(model: nn.Module, *, cut: Cut = "tokens", safe: Sequence[str] = ())
             yield from _of_module(name, module, is_cut=name not in whole)
     if is_pretrained:
         yield from transformers.refusals(model, cut)
+    yield from peft.refusals(model)
 
 
 def _whole(model: nn.Module, attention: dict[str, nn.Module], cut: Cut) -> set[str]:
@@ -92,6 +96,13 @@ def _whole(model: nn.Module, attention: dict[str, nn.Module], cut: Cut) -> set[s
     inside = tuple(f"{name}." for stack in cutting for name in stack)
     names = {name for name, _ in model.named_modules() if not f"{name}.".startswith(inside)} if cutting else set()
     return {name for name in names if cut == "layers" or transformers.is_of_uncut_encoder(model, name)}
+
+
+def _of_wrappers(model: nn.Module) -> Iterator[ModelError]:
+    wrappers = [type(module).__name__ for module in model.modules() if type(module).__name__ in _WRAPPERS]
+    wrappers += ["fully_shard"] if any(map(is_cut, model.parameters())) else []
+    if wrappers:
+        yield ModelError(f"a model under {wrappers[0]}", remedy="lss.parallelize first, then what goes around it")
 
 
 def _of_layer(name: str, layer: nn.Module) -> Iterator[ModelError]:

@@ -19,7 +19,7 @@ from lss.errors import KernelError
 from lss.layout import Layout
 from lss.masks import Causal, Documents, Full, Mask, Window
 from lss.models.gpt import Attention
-from lss.parallelize import full_gradients
+from lss.state import full_gradients
 from tests.dense import MASKS, Case, matrix, over_ranks, reference
 from tests.models import assert_same, tiny_gpt, tokens_and_labels
 

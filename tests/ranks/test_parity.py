@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lss
-from lss.parallelize import full_gradients
+from lss.state import full_gradients
 from lss.testing import RankPool
 from tests.models import assert_same, tiny_gpt, tokens_and_labels
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterable
+from functools import update_wrapper
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -26,6 +28,7 @@ from lss.frames import in_backward
 from lss.masks import Causal, Full
 
 _TAKEN = {F.scaled_dot_product_attention, F.dropout} | losses.TAKEN | positions.MADE | mixing.WATCHED
+_ALWAYS = {F.scaled_dot_product_attention, F.dropout} | losses.TAKEN
 # Makes masks of transformers, which are made of rules instead.
 _MAKES_MASKS = "transformers.masking_utils"
 
@@ -45,16 +48,29 @@ class Functions(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.context, self.schedule, self.rules, self.tables = context, schedule, rules, tables
+        self.is_entered = False
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
+        if torch.compiler.is_compiling():  # a module of the model is, and the model is not
+            wanted = _ALWAYS if self.tables is None else _TAKEN
+            return self.taken(function, args, given, "") if function in wanted else function(*args, **given)
         if function in _TAKEN and not is_of_this_package(caller := calling_module(sys._getframe(1))):
-            return self._taken(function, args, given, caller)
+            return self.taken(function, args, given, caller)
         return function(*args, **given)
 
-    def _taken(self, function: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> Any:
+    @eager
+    def taken(self, function: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> Any:
+        """What a function gives over segments.
+
+        Args:
+            function: Of torch.
+            args: What it is given.
+            kwargs: The same by name.
+            caller: Name of the module whose code calls it.
+        """
         context = self.context
         if function is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
@@ -70,7 +86,6 @@ class Functions(TorchFunctionMode):
             mixing.refuse(function, args, kwargs, context)
         return function(*args, **kwargs)
 
-    @eager
     def _attention(
         self,
         query: Tensor,
@@ -148,9 +163,47 @@ class Entered:
         """The outermost module begins."""
         if not any(mode is self.mode for mode in _get_current_function_mode_stack()):
             self.mode.__enter__()  # type: ignore[no-untyped-call]
+            self.mode.is_entered = not in_backward()
 
     @eager
     def leave(self) -> None:
         """It is over. In a recomputation its caller goes on, perhaps with attention: autograd drops modes by itself."""
         if not in_backward():
+            self.mode.is_entered = False
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class Compiled:
+    """A model's forward with `Functions` in force where it is compiled as a whole: hooks cannot do it there.
+
+    Args:
+        forward: The model's own.
+        mode: What is to be in force.
+    """
+
+    def __init__(self, forward: Callable[..., Any], mode: Functions) -> None:
+        self.forward, self.mode = forward, mode
+        update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own."""
+        if self.mode.is_entered:
+            return self.forward(*args, **kwargs)
+        with _Traced(self.mode):
+            return self.forward(*args, **kwargs)
+
+
+class _Traced(TorchFunctionMode):
+    """The same while a graph is traced: a graph ends at each function that is taken."""
+
+    def __init__(self, mode: Functions) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if function in _ALWAYS or (self.mode.tables is not None and function in _TAKEN):
+            return self.mode.taken(function, args, given, "")
+        return function(*args, **given)

@@ -161,12 +161,15 @@ class Trainer(transformers.Trainer):
         if "segment" in inputs:
             return inputs
         self._require_alone()
-        batch = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim() > 1}
+        cut_in_layers = self._context.cut == "layers"  # of which a tensor may be one value a sequence
+        batch = {
+            name: part for name, part in inputs.items() if isinstance(part, Tensor) and part.dim() > 1 - cut_in_layers
+        }
         context = self._context
         if context.num_calls == 0:
             _require_one_batch(batch, context.gather_from_ranks(_sums(batch)))
         own = {name: _of_group(name, tensor, context.data) for name, tensor in batch.items()}
-        cut = shard(own, self.mesh, shift_labels=int(shifts_labels(self.model)))
+        cut = shard(own, self.mesh, shift_labels=int(shifts_labels(self.model)), cut=context.cut)
         return {name: value for name, value in inputs.items() if name not in batch} | cut
 
 

@@ -24,7 +24,8 @@ from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm, 
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.mesh import World, init_mesh
 from lss.models import GPT
-from lss.parallelize import full_state_dict, parallelize
+from lss.parallelize import parallelize
+from lss.state import full_state_dict
 from lss.train.evaluate import Evaluation, evaluate
 from lss.train.folder import RunFolder, with_folder
 from lss.train.metrics import Display, Metrics, bits, display, peak_bytes, step_text
