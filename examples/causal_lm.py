@@ -3,23 +3,18 @@
 torchrun --nproc-per-node 2 examples/causal_lm.py --sequence 2 [--length 1024] [--steps 20]
 """
 
-import argparse
 import statistics
 from pathlib import Path
 
 import torch
 import transformers
+from jsonargparse import auto_cli
 
 import lss
 
 
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--length", type=int, default=1024, help="bytes of a sequence")
-    made.add_argument("--sequence", type=int, default=1, help="ranks that hold one sequence together")
-    made.add_argument("--steps", type=int, default=20)
-    given = made.parse_args()
-    mesh = lss.init_mesh(given.sequence)
+def main(sequence: int = 1, length: int = 1024, steps: int = 20) -> None:
+    mesh = lss.init_mesh(sequence)
     torch.manual_seed(0)
     shape = transformers.LlamaConfig(
         vocab_size=256,
@@ -28,16 +23,16 @@ def main() -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=given.length,
+        max_position_embeddings=length,
     )
     model = transformers.LlamaForCausalLM(shape).to(mesh.device_type)
     model = lss.parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     text = torch.tensor(list(Path(statistics.__file__).read_bytes()))
     generator = torch.Generator().manual_seed(0)
-    for step in range(given.steps):
-        start = int(torch.randint(len(text) - given.length, (), generator=generator))
-        tokens = text[start : start + given.length].unsqueeze(0).to(mesh.device_type)
+    for step in range(steps):
+        start = int(torch.randint(len(text) - length, (), generator=generator))
+        tokens = text[start : start + length].unsqueeze(0).to(mesh.device_type)
         batch = lss.shard({"input_ids": tokens, "labels": tokens}, mesh, shift_labels=1, step=step)
         loss = model(**batch).loss  # the mean over all tokens, on every rank
         optimizer.zero_grad()
@@ -50,5 +45,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main)
     torch.distributed.destroy_process_group()

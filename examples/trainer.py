@@ -3,13 +3,13 @@
 torchrun --nproc-per-node 2 examples/trainer.py --sequence 2 [--length 1024] [--steps 20]
 """
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
 
 import torch
 import transformers
+from jsonargparse import auto_cli
 
 import lss
 from lss.adapters.trainer import Trainer
@@ -24,22 +24,17 @@ class Printed(transformers.TrainerCallback):
             print(f"step {state.global_step}: {given['logs']['loss']:.3f} nats a byte", flush=True)
 
 
-def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--length", type=int, default=1024, help="bytes of a sequence")
-    made.add_argument("--sequence", type=int, default=1, help="ranks that hold one sequence together")
-    made.add_argument("--steps", type=int, default=20)
-    given = made.parse_args()
-    mesh = lss.init_mesh(given.sequence)
+def main(sequence: int = 1, length: int = 1024, steps: int = 20) -> None:
+    mesh = lss.init_mesh(sequence)
     torch.manual_seed(0)
-    shape = transformers.GPT2Config(vocab_size=256, n_embd=128, n_layer=2, n_head=4, n_positions=given.length)
+    shape = transformers.GPT2Config(vocab_size=256, n_embd=128, n_layer=2, n_head=4, n_positions=length)
     model = lss.parallelize(transformers.GPT2LMHeadModel(shape).to(mesh.device_type), mesh)
     text = list(Path(statistics.__file__).read_bytes())
-    pieces = [text[start : start + given.length] for start in range(0, len(text) - given.length, given.length)]
+    pieces = [text[start : start + length] for start in range(0, len(text) - length, length)]
     data = [{"input_ids": piece, "labels": piece} for piece in pieces]
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.gettempdir(),
-        max_steps=given.steps,
+        max_steps=steps,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=2,
         learning_rate=3e-3,
@@ -55,5 +50,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    auto_cli(main)
     torch.distributed.destroy_process_group()

@@ -1,19 +1,30 @@
 """Shared fixtures."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from lss.testing import RankPool
+from tests.matrix import Matrix
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many examples the property test of batches draws."""
+    """How many examples the property test of batches draws; where the table of what is supported is written."""
     parser.addoption("--examples", type=int, default=60, help="examples of tests/ranks/test_property.py")
+    parser.addoption("--matrix", type=Path, help="write the table of docs/support.md, of the tests that run")
+    parser.addoption("--matrix-date", default="", help="its date; today if not given")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The mark `supports`, and the plugin that gathers it."""
+    config.addinivalue_line("markers", "supports(model, *features): what the test proves; see tests/matrix.py")
+    if path := config.getoption("--matrix"):
+        config.pluginmanager.register(Matrix(path, config.getoption("--matrix-date"), config.invocation_params.args))
 
 
 @pytest.fixture(scope="session")

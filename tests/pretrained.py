@@ -115,20 +115,21 @@ def alone(name: str, kind: str) -> tuple[float, Tensor, dict[str, Tensor]]:
 
 
 def over_ranks(
-    name: str, kind: str, num_ranks: int, checkpointing: bool = False, **changed: object
+    name: str, kind: str, num_ranks: int, checkpointing: bool = False, groups: int = 1, **changed: object
 ) -> tuple[float, Tensor, dict[str, Tensor]]:
     """The same by two lines more than the plain model needs."""
-    mesh = lss.init_mesh(num_ranks, device="cpu")
+    mesh = lss.init_mesh(num_ranks, groups, device="cpu")
     model = lss.parallelize(make(name, **changed), mesh)
     if checkpointing:
         model.activation_checkpointing_enable()
     given, lengths = told(kind)
+    given = {key: tensor.chunk(groups)[mesh.get_local_rank("data")] for key, tensor in given.items()}
     part = lss.shard(given, mesh, shift_labels=int(predicts_next(model)), documents=lengths, step=0)
     with computing_in(torch.float64):
         found = model(**part)
         found.loss.backward()
     lss.average_gradients(model)
-    logits = lss.unshard(found.logits, part["segment"], mesh)
+    logits = lss.unshard(found.logits, part["segment"], mesh, data_groups=True)
     gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     return found.loss.item(), logits, gradients
 

@@ -31,6 +31,7 @@ def steps(compiled: bool, dropout: float) -> tuple[list[float], list[str]]:
     return found, [reason.split("the function `")[1].split("`")[0] for reason in ends]
 
 
+@pytest.mark.supports("GPT", "torch.compile")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_compiled_model_is_the_same(ranks, dropout):
     (expected, _), *_ = ranks.run(steps, 2, False, dropout)

@@ -57,6 +57,7 @@ def _recomputed(block: nn.Module):
     return lambda x, positions: checkpoint(original, x, positions, use_reentrant=False)
 
 
+@pytest.mark.supports("GPT", "dropout", "activation checkpointing")
 @pytest.mark.parametrize(
     ("sequence", "data", "accumulation", "recompute"),
     [

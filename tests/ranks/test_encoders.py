@@ -5,8 +5,6 @@ import pytest
 from tests.encoders import MODELS, batch, over_ranks, serial
 from tests.models import assert_same
 
-SEQUENCES = ["T5", "BART", "Whisper"]
-
 
 def assert_equal(found: tuple, expected: tuple, labels) -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-10)
@@ -22,6 +20,7 @@ def assert_equal(found: tuple, expected: tuple, labels) -> None:
             assert_same(gradient, expected[2][name], name, 1e-9)
 
 
+@pytest.mark.supports("{name}", "{kind}")
 @pytest.mark.parametrize("kind", ["whole", "padded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_outputs_and_gradients(ranks, name, kind):
@@ -30,18 +29,21 @@ def test_loss_outputs_and_gradients(ranks, name, kind):
             assert_equal(found, serial(name, kind), batch(name, kind)["labels"])
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.supports("{name}", "cut in the layers")
+@pytest.mark.parametrize("name", MODELS)
 def test_tokens_cut_in_the_layers(ranks, name):
     for found in ranks.run(over_ranks, 2, name, "padded", 2, "layers"):
         assert_equal(found, serial(name, "padded"), batch(name, "padded")["labels"])
 
 
+@pytest.mark.supports("{name}", "data groups")
 @pytest.mark.parametrize("name", MODELS)
 def test_data_groups(ranks, name):
     for found in ranks.run(over_ranks, 4, name, "padded", 2, None, False, 2):
         assert_equal(found, serial(name, "padded"), batch(name, "padded")["labels"])
 
 
+@pytest.mark.supports("{name}", "activation checkpointing")
 @pytest.mark.parametrize("cut", [None, "layers"])
 @pytest.mark.parametrize("name", ["BART", "Whisper", "ViT"])
 def test_activation_checkpointing(ranks, name, cut):
@@ -61,6 +63,7 @@ def dropping(name: str, number: int, checkpointing: bool = False) -> tuple:
     return over_ranks(name, "padded", number, None, checkpointing, **DROPOUT[name])
 
 
+@pytest.mark.supports("{name}", "dropout")
 @pytest.mark.parametrize("name", MODELS)
 def test_dropout_is_the_same_over_any_ranks(ranks, name):
     (whole,) = ranks.run(dropping, 1, name, 1)

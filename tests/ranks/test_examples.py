@@ -1,22 +1,21 @@
 """The examples train, over one rank as over two."""
 
 import runpy
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
+from jsonargparse import auto_cli
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 def losses(path: str, sequence: int) -> list[float]:
     """What the example says of each step, on the rank that speaks."""
-    arguments, said = [path, "--length", "65", "--steps", "4", "--sequence", str(sequence)], StringIO()
-    with patch.object(sys, "argv", arguments), redirect_stdout(said):
-        runpy.run_path(path)["main"]()
+    said = StringIO()
+    with redirect_stdout(said):
+        auto_cli(runpy.run_path(path)["main"], args=f"--length 65 --steps 4 --sequence {sequence}".split())
     return [float(line.split()[2]) for line in said.getvalue().splitlines() if line.startswith("step")]
 
 
@@ -26,4 +25,4 @@ def test_it_trains_the_same_over_two_ranks(ranks, path):
     assert len(alone) == 4
     assert alone[-1] < alone[0]
     assert first == pytest.approx(alone, abs=2e-3)
-    assert len(path.read_text().splitlines()) <= 60
+    assert len(path.read_text().splitlines()) < 60

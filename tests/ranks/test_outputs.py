@@ -20,6 +20,7 @@ def predictions(sequence: int, data: int, length: int) -> Tensor:
     return lss.unshard(logits, batch["segment"], mesh, data_groups=True)
 
 
+@pytest.mark.supports("GPT", "whole")
 @pytest.mark.parametrize("length", [12, 7, 2, 1])
 @pytest.mark.parametrize(("sequence", "data"), [(1, 1), (3, 1), (2, 2), (1, 4)])
 def test_predictions_are_those_of_the_plain_model(ranks, sequence, data, length):

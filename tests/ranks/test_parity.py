@@ -85,6 +85,7 @@ def replicas_are_bit_identical(states: list[dict[str, Tensor]]) -> None:
                 assert torch.equal(weight, states[0][name]), name
 
 
+@pytest.mark.supports("GPT", "whole", "data groups")
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("gather", ["x", "kv", "separate"])
 @pytest.mark.parametrize("length", [12, 7, 2, 1])

@@ -76,6 +76,7 @@ def alone(positions: str) -> tuple:
     return loss.item(), logits.detach(), gradients(model)
 
 
+@pytest.mark.supports("own module with scaled_dot_product_attention", "whole")
 @pytest.mark.parametrize("positions", ["arange", "parameter", "buffer"])
 def test_positions_that_a_model_makes_are_global(ranks, positions):
     for number in (2, 3):
@@ -133,12 +134,14 @@ def test_transformer_encoder_cut_by_tokens(ranks):
             assert_equal(found, (loss.item(), logits.detach(), gradients(model)))
 
 
+@pytest.mark.supports("own module with scaled_dot_product_attention", "activation checkpointing")
 @pytest.mark.parametrize("how", ["modules", "forwards"])
 def test_attention_of_a_model_of_ones_own_is_recomputed(ranks, how):
     for found in ranks.run(predicted, 2, 2, "arange", 0.0, how):
         assert_equal(found, alone("arange"))
 
 
+@pytest.mark.supports("own module with scaled_dot_product_attention", "dropout")
 def test_dropout_of_functions_is_the_same_over_any_ranks(ranks):
     (whole,) = ranks.run(predicted, 1, 1, "arange", 0.2)
     assert whole[0] != pytest.approx(alone("arange")[0], rel=1e-3)
@@ -174,21 +177,24 @@ def classified_alone(mask: str, batch_first: bool, padded: bool) -> tuple:
     return loss.item(), logits.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.supports("nn.TransformerEncoder", "{kind}", "cut in the layers")
+@pytest.mark.parametrize("kind", ["whole", "padded"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("mask", MASKS)
-def test_transformer_encoder(ranks, mask, batch_first, padded):
-    expected = classified_alone(mask, batch_first, padded)
+def test_transformer_encoder(ranks, mask, batch_first, kind):
+    expected = classified_alone(mask, batch_first, kind == "padded")
     for number in (2, 3):
-        for found in ranks.run(classified, number, number, mask, batch_first, padded):
+        for found in ranks.run(classified, number, number, mask, batch_first, kind == "padded"):
             assert_equal(found, expected)
 
 
+@pytest.mark.supports("nn.TransformerEncoder", "data groups")
 def test_data_groups_of_whole_batches(ranks):
     for found in ranks.run(classified, 4, 2, "causal", True, True, 0.0, 2):
         assert_equal(found, classified_alone("causal", True, True))
 
 
+@pytest.mark.supports("nn.TransformerEncoder", "dropout")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_dropout_of_torch_nn_is_the_same_over_any_ranks(ranks, batch_first):
     (whole,) = ranks.run(classified, 1, 1, "causal", batch_first, True, 0.2)
@@ -212,6 +218,7 @@ def translated(number: int, batch_first: bool, evaluating: bool = False) -> tupl
     return lss.context_of(model).sum_over_ranks(loss.detach()).item(), logits.detach(), gradients(model)
 
 
+@pytest.mark.supports("nn.Transformer", "whole", "padded", "cut in the layers")
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_transformer_with_cross_attention(ranks, batch_first):
     model = made(Translator, batch_first)
@@ -240,10 +247,11 @@ def multihead(number: int, named: dict) -> tuple:
     return found.detach(), gradients(module)
 
 
+@pytest.mark.supports("nn.MultiheadAttention", "whole", "cut in the layers")
 @pytest.mark.parametrize("named", [{}, {"kdim": 6, "vdim": 5}])
 def test_multihead_attention_alone(ranks, named):
     outputs, expected = multihead(0, named)
-    for found, grads in ranks.run(multihead, 3, 3, named):
+    for found, grads in (*ranks.run(multihead, 2, 2, named), *ranks.run(multihead, 3, 3, named)):
         assert_same(found, outputs, "outputs", 1e-9)
         for name, gradient in grads.items():
             part = slice(None) if name != "in_proj_bias" else slice(16, None)

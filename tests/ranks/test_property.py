@@ -12,6 +12,7 @@ from tests.models import assert_same
 TOGETHER = 10
 
 
+@pytest.mark.supports("GPT", "padded", "packed", "data groups")
 def test_equals_the_plain_model_on_each_document(ranks, request):
     seen = {"examples": 0, "compared": 0}
 

@@ -53,6 +53,7 @@ def lora_over(sequence: int, data: int, name: str, checkpointing: bool, gather: 
     return over(mesh, lss.parallelize(model, mesh, gather=gather), name, "AdamW")
 
 
+@pytest.mark.supports("{name}", "LoRA")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("name", "gather", "options"),
@@ -75,6 +76,7 @@ def test_lora(ranks, name, gather, options, checkpointing):
             assert_equal(found, expected)
 
 
+@pytest.mark.supports("{name}", "LoRA")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", TARGETS)
 def test_dropout_of_lora_is_the_same_over_any_ranks(ranks, name, checkpointing):
@@ -109,6 +111,7 @@ def fully_sharded_over(sequence: int, data: int, name: str, gather: str, optimiz
     return found
 
 
+@pytest.mark.supports("{name}", "fully_shard")
 @pytest.mark.parametrize(
     ("sequence", "data", "by"), [(2, 1, "all"), (2, 2, "all"), (2, 2, "groups"), (2, 1, "gathered again")]
 )
@@ -138,6 +141,7 @@ def accumulating_over(sequence: int, data: int, name: str):
     return over(mesh, model, name, "AdamW", call)
 
 
+@pytest.mark.supports("{name}", "fully_shard")
 @pytest.mark.parametrize("name", ["GPT", "Llama"])
 def test_fully_shard_with_adapters_checkpoints_and_accumulation(ranks, name):
     expected = plainly(adapted(name), name, "AdamW")
@@ -182,6 +186,7 @@ def under_ddp(sequence: int, data: int, name: str, form: str, static: bool):
     return over(mesh, model, name, "SGD" if name == "GPT-2" else "AdamW", call)
 
 
+@pytest.mark.supports("{name}", "DDP")
 @pytest.mark.parametrize(("form", "static"), [("all", True), ("groups", True), ("no_sync", False)])
 @pytest.mark.parametrize("name", ["GPT", "GPT-2", "Llama"])
 def test_distributed_data_parallel(ranks, name, form, static):
@@ -205,6 +210,7 @@ def compiled_over(num_ranks: int, name: str, what: str):
     return found, {reason.partition("the function `")[2].partition("`")[0] or reason for reason in ends}
 
 
+@pytest.mark.supports("{name}", "torch.compile")
 @pytest.mark.parametrize("what", ["torch.compile", "in place", "layers"])
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_compiled(ranks, name, what):

@@ -75,6 +75,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.supports("GPT-2", "Trainer")
 @pytest.mark.parametrize("change", CHANGES)
 def test_two_ranks_are_one_process(ranks, tmp_path, change):
     (expected,) = ranks.run(plain, 1, str(tmp_path), CHANGES[change])
@@ -85,6 +86,7 @@ def test_two_ranks_are_one_process(ranks, tmp_path, change):
 HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 
 
+@pytest.mark.supports("GPT-2", "Trainer")
 @pytest.mark.parametrize(("sequence", "data"), [(2, 2), (1, 3)])
 def test_data_groups_share_out_the_batch(ranks, tmp_path, sequence, data):
     """Some last batches have one sequence, fewer than there are groups."""
@@ -127,6 +129,7 @@ def dropped() -> transformers.PreTrainedModel:
     return model(resid_pdrop=0.1, attn_pdrop=0.1, embd_pdrop=0.1)
 
 
+@pytest.mark.supports("GPT-2", "Trainer")
 @pytest.mark.parametrize(("sequence", "data", "resume"), [(2, 1, False), (2, 2, False), (2, 1, True)])
 def test_dropout_is_the_same_over_any_ranks(ranks, tmp_path, sequence, data, resume):
     (expected,) = ranks.run(dropping, 1, 1, 1, str(tmp_path), 4, False)
@@ -189,6 +192,7 @@ def plain_bert(given: dict[str, object]) -> transformers.Trainer:
     return transformers.Trainer(make("BERT"), **given)
 
 
+@pytest.mark.supports("BERT", "Trainer")
 def test_masked_language_model_and_predictions_without_labels(ranks, tmp_path):
     (expected,) = ranks.run(masked, 1, 0, str(tmp_path))
     for found in ranks.run(masked, 2, 2, str(tmp_path)):

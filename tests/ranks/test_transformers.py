@@ -10,6 +10,7 @@ from tests.models import assert_same
 from tests.pretrained import KINDS, MODELS, alone, batch, make, over_ranks, real
 
 
+@pytest.mark.supports("{name}", "{kind}")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_outputs_and_gradients(ranks, name, kind):
@@ -19,6 +20,14 @@ def test_loss_outputs_and_gradients(ranks, name, kind):
             assert_equal(found, loss, logits, gradients, kind)
 
 
+@pytest.mark.supports("{name}", "data groups")
+@pytest.mark.parametrize("name", MODELS)
+def test_data_groups(ranks, name):
+    for found in ranks.run(over_ranks, 4, name, "padded right", 2, False, 2):
+        assert_equal(found, *alone(name, "padded right"), "padded right")
+
+
+@pytest.mark.supports("{name}", "activation checkpointing")
 @pytest.mark.parametrize("name", ["GPT-2", "BERT"])
 def test_activation_checkpointing(ranks, name):
     for found in ranks.run(over_ranks, 2, name, "packed", 2, True):
@@ -36,6 +45,7 @@ def dropping(name: str, number: int, checkpointing: bool = False):
     return over_ranks(name, "packed", number, checkpointing, **DROPOUT[name])
 
 
+@pytest.mark.supports("{name}", "dropout")
 @pytest.mark.parametrize("name", DROPOUT)
 def test_dropout_is_the_same_over_any_ranks(ranks, name):
     (whole,) = ranks.run(dropping, 1, name, 1)

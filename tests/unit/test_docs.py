@@ -4,6 +4,8 @@ import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,15 @@ def test_the_readme_runs_over_ranks(ranks):
 def test_public_names_have_docstrings():
     for name in lss.__all__:
         assert getattr(lss, name).__doc__, name
+
+
+def test_the_table_of_support_is_that_of_the_tests(tmp_path):
+    """Its rows, columns and cells; whether they hold is for `pytest tests/ranks --matrix docs/support.md` to say."""
+    made = tmp_path / "support.md"
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/ranks", "--matrix", str(made)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    declared, said = (
+        [line for line in page.read_text().splitlines() if line.startswith(("|", *"123456789"))]
+        for page in (made, ROOT / "docs/support.md")
+    )
+    assert [line.replace("yes", "no") for line in said] == declared
