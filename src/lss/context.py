@@ -38,6 +38,8 @@ class SequenceContext:
         layout_name: By which its layers cut them.
         token_dim: Dim of the tokens in what modules are given: 1, or 0 where sequences come first.
         safe: Names of modules that the user says keep tokens alone, and those in them.
+        has_encoder: Whether the model is an encoder and a decoder, whose sequences are told apart.
+        has_twin: Whether a layer was given other tokens besides its own, as many as its segment has.
         num_sequences: B, of the present call; 0 where it is not known.
         segment: Of the tokens that are being worked on: the batch's, or in an encoder its own.
         target: The batch's segment.
@@ -61,6 +63,8 @@ class SequenceContext:
     layout_name: LayoutName = "zigzag"
     token_dim: int = 1
     safe: tuple[str, ...] = ()
+    has_encoder: bool = False
+    has_twin: bool = False
     num_sequences: int = 0
     segment: Segment | Whole | None = None
     target: Segment | Whole | None = None
@@ -107,6 +111,12 @@ class SequenceContext:
             raise LayoutError(
                 f"the parallelized model was called {'without a segment' if given is None else 'with a batch not cut'}",
                 remedy="batch = lss.shard(batch, mesh), then model(batch['tokens'], segment=batch['segment'])",
+            )
+        if given.source is not None and not self.has_encoder:
+            raise LayoutError(
+                "a batch of two sequences, for a model whose encoder is not known",
+                allowed="encoder-decoders of transformers; others with whole batches",
+                remedy="cut='layers' in lss.parallelize and in lss.shard",
             )
         if given.layout.num_ranks != self.sequence.size:
             raise LayoutError(

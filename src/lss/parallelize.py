@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss import fully_sharded
-from lss.adapters import positions, transformers
+from lss.adapters import positions, torch_nn, transformers
 from lss.adapters.found import attention_modules
 from lss.adapters.functions import Compiled, Entered, Functions
 from lss.adapters.rules import Rules
 from lss.adapters.stacks import cut_in_layers, stacks
-from lss.adapters.torch_nn import SegmentedMultihead
 from lss.attention import (
     AttentionLayer,
     DistributedAttention,
@@ -206,7 +205,8 @@ def _replace(
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             site = Site(name, module.dropout, next(sites), context)
-            module.forward = SegmentedMultihead(module, Route(context, schedule, name), site, rules)  # type: ignore[method-assign]
+            route, crosses = Route(context, schedule, name), torch_nn.crosses(model, name)
+            module.forward = torch_nn.SegmentedMultihead(module, route, site, rules, crosses)  # type: ignore[method-assign]
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
     return inside

@@ -115,20 +115,18 @@ class Functions(TorchFunctionMode):
         return attended if query.dim() == 4 else attended.squeeze(1)
 
     def _of_source(self, heads: list[Tensor]) -> bool:
-        """Whether keys are an encoder's: told by their number, as the function is not told."""
+        """Whether keys are those of other tokens: told by their number, as the function is not told."""
         context = self.context
         if not context.is_cut:
             return False
-        own = context.layout.segment_length
-        if context.source is None:
-            return heads[1].size(2) != own
-        if context.source.layout.segment_length == own:
+        number, own = heads[1].size(2), context.layout.segment_length
+        if number == own and context.has_twin and context.sequence.size > 1:
             raise ModelError(
-                f"{self._here} may attend to its own sequence or to an encoder's: both have {own} slots on each rank",
-                allowed="encoder and decoder sequences of different lengths",
-                remedy="pad one of them by a token a rank",
+                f"{self._here} may attend to its own tokens or to others: both are {own} on this rank",
+                allowed="other tokens of another number than those of a segment",
+                remedy="pad them by one",
             )
-        return heads[1].size(2) == context.source.layout.segment_length
+        return number != own
 
     def _dropout(self, values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return drop(values, self._site(p)) if training and p else values

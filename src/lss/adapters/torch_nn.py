@@ -24,6 +24,14 @@ def refusals(name: str, module: nn.MultiheadAttention) -> Iterator[ModelError]:
         )
 
 
+def crosses(model: nn.Module, name: str) -> bool | None:
+    """Whether a module of torch's own layers attends to other tokens; None for modules of other layers."""
+    parent, _, child = name.rpartition(".")
+    if name and isinstance(model.get_submodule(parent), nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return child == "multihead_attn"
+    return None
+
+
 @dataclass(frozen=True)
 class SegmentedMultihead:
     """Takes the place of the forward of an nn.MultiheadAttention.
@@ -33,12 +41,14 @@ class SegmentedMultihead:
         route: To the keys of all segments.
         site: Place of the dropout of attention weights.
         rules: Of masks.
+        crosses: Whether keys are those of other tokens, where the module around it settles that.
     """
 
     module: nn.MultiheadAttention
     route: Route
     site: Site
     rules: Rules
+    crosses: bool | None = None
 
     @eager
     def __call__(
@@ -73,11 +83,30 @@ class SegmentedMultihead:
         queries, keys, values = (self._heads(part) for part in self._projected(query, key, value))
         drops = module.training and self.site.dropped_levels > 0
         attended = self.route.attend(
-            queries, keys, values, mask, bias=bias, dropout=self.site if drops else None, of_source=key is not query
+            queries,
+            keys,
+            values,
+            mask,
+            bias=bias,
+            dropout=self.site if drops else None,
+            of_source=self._crosses(query, key),
         )
         joined = attended.transpose(1, 2).flatten(2)  # [B, H, S, D] -> [B, S, E]
         output: Tensor = module.out_proj(joined if module.batch_first else joined.transpose(0, 1))
         return output, None
+
+    def _crosses(self, query: Tensor, key: Tensor) -> bool:
+        """Whether keys are whole on every rank, those of other tokens."""
+        context, dim = self.route.context, 1 if self.module.batch_first else 0
+        if self.crosses is not None or query is key or not context.is_cut:
+            return bool(self.crosses)
+        if key.size(dim) == query.size(dim) and context.cut == "layers" and context.sequence.size > 1:
+            raise ModelError(
+                f"{self.route.name} may attend to its own tokens or to others: both are {key.size(dim)} on this rank",
+                allowed="the same tensor as query and key, or other tokens of another number",
+                remedy="pad them by one",
+            )
+        return key.size(dim) != query.size(dim)
 
     def _pairs(self, mask: Tensor | None, is_causal: bool) -> Rule:
         if is_causal or mask is None:

@@ -128,6 +128,7 @@ def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: Itera
         whole.set_attn_implementation(interface.NAME)
         whole.register_forward_pre_hook(partial(_arguments, context), with_kwargs=True)
         if _is_encoder_decoder(whole):
+            context.has_encoder = True
             encoder = whole.get_encoder()
             encoder.register_forward_pre_hook(partial(_enter_encoder, context))
             encoder.register_forward_hook(partial(_leave_encoder, context))

@@ -153,6 +153,12 @@ class Route:
             self.require_slots(num_keys)
             return self._joined(mask, context.present.mask), queries, queries
         keys = context.source
+        if keys is None and context.cut == "tokens":
+            raise ModelError(
+                f"{self.name} attends to {num_keys} keys that are not of the segment",
+                allowed="attention to the sequence itself, and in encoder-decoders of transformers to the encoder's",
+                remedy="lss.parallelize(model, mesh, cut='layers')",
+            )
         if keys is None:
             return mask, queries, Layout.contiguous(num_keys, 1)
         if num_keys != keys.layout.segment_length:
