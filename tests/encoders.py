@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import lss
 from lss.verification.precision import computing_in
+from tests.pretrained import build
 
 VOCABULARY, SOURCE, TARGET = 31, 13, 9
 _BART = {
@@ -57,13 +58,7 @@ MODELS = {
 
 def make(name: str, **changed: object) -> transformers.PreTrainedModel:
     """A model in float64 and in training, the same on every call."""
-    config, kind, given = MODELS[name]
-    torch.manual_seed(0)
-    model = getattr(transformers, kind)(getattr(transformers, config)(**given | changed)).double()
-    for weight in model.parameters():
-        if weight.dim() == 1:
-            weight.data += 0.1 * torch.randn_like(weight)  # biases are made as zeros
-    return model.train()
+    return build(*MODELS[name], changed)
 
 
 def batch(name: str, kind: str) -> dict[str, Tensor]:

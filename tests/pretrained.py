@@ -49,7 +49,11 @@ MODELS = {
 
 def make(name: str, **changed: object) -> transformers.PreTrainedModel:
     """A model in float64 and in training, the same on every call."""
-    config, kind, given = MODELS[name]
+    return build(*MODELS[name], changed)
+
+
+def build(config: str, kind: str, given: dict, changed: dict) -> transformers.PreTrainedModel:
+    """A model of this kind with this configuration, in float64 and in training, the same on every call."""
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**given | changed)).double()
     for weight in model.parameters():
