@@ -1,8 +1,8 @@
 """The table of docs/support.md: which features of which models tests prove.
 
 A test says what it proves: `@pytest.mark.supports(model, feature, ...)`, where `{name}` stands for a parameter of the
-test. `pytest tests/ranks --matrix FILE` runs those tests alone and writes the table; a cell is `yes` if all that declare
-it passed.
+test. `pytest tests/ranks --matrix FILE` runs those tests alone and writes the table; a cell is `yes` if all tests that
+declare it passed.
 """
 
 from collections.abc import Iterable, Mapping
