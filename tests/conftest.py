@@ -1,6 +1,7 @@
 """Shared fixtures."""
 
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How many examples the property test of batches draws; where the table of what is supported is written."""
     parser.addoption("--examples", type=int, default=60, help="examples of tests/ranks/test_property.py")
     parser.addoption("--matrix", type=Path, help="write the table of docs/support.md, of the tests that run")
-    parser.addoption("--matrix-date", default="", help="its date; today if not given")
+    parser.addoption("--matrix-date", default=date.today().isoformat(), help="its date; else today")
 
 
 def pytest_configure(config: pytest.Config) -> None:
