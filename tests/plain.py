@@ -47,7 +47,7 @@ class Decoder(nn.Module):
         self.register_buffer("waves", torch.stack((angles.sin(), angles.cos()), -1).flatten(1))
         self.blocks = nn.ModuleList(Block(dropout, makes_mask=makes_mask) for makes_mask in (False, True))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        unused = {"arange": self.free, "parameter": self.table.weight, "buffer": self.free}[positions]
+        unused = self.free if positions in ("arange", "buffer") else self.table.weight
         unused.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -55,13 +55,23 @@ class Decoder(nn.Module):
         x = self.tokens(tokens)
         if self.kind == "arange":
             x = x + self.table(torch.arange(length, device=tokens.device))
-        elif self.kind == "parameter":
-            x = x + self.free[:, :length]
+        elif self.kind in SLICES:
+            x = x + SLICES[self.kind](self.free, length)
         else:
             x = x + self.waves[:length] + self.table(torch.arange(0, length))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+# Ways of taking the first rows of a table [1, P, E].
+SLICES = {
+    "parameter": lambda table, length: table[:, :length],
+    "ellipsis": lambda table, length: table[..., :length, :],
+    "number": lambda table, length: table[0, :length],
+    "view": lambda table, length: table.squeeze(0)[:length],
+    "new dim": lambda table, length: table[0][None, :length],
+}
 
 
 class Sequences(nn.Module):

@@ -78,6 +78,11 @@ def shard(
     given = _Given(mesh, shift_labels, layout, documents, first_sample, step)
     of_decoder = {name: batch[name] for name in batch if name.startswith("decoder_") or name == "labels"}
     predicts = len(of_decoder) > ("labels" in of_decoder)
+    if cut == "layers" and shift_labels:
+        raise LayoutError(
+            f"shift_labels={shift_labels} with cut='layers'",
+            allowed="labels as the model takes them, which is given whole sequences",
+        )
     if cut == "layers" or (not predicts and any(name in batch for name in _UNCUT)):
         return {**batch, "segment": given.whole(batch)}
     if not predicts:

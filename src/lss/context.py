@@ -39,7 +39,9 @@ class SequenceContext:
         token_dim: Dim of the tokens in what modules are given: 1, or 0 where sequences come first.
         safe: Names of modules that the user says keep tokens alone, and those in them.
         has_encoder: Whether the model is an encoder and a decoder, whose sequences are told apart.
-        has_twin: Whether a layer was given other tokens besides its own, as many as its segment has.
+        others: Numbers of the tokens that the present layer was given besides its own.
+        drops_by_function: A place where attention or a function dropped values; empty if none did.
+        has_loss: Whether a loss was taken in the present call.
         num_sequences: B, of the present call; 0 where it is not known.
         segment: Of the tokens that are being worked on: the batch's, or in an encoder its own.
         target: The batch's segment.
@@ -64,7 +66,9 @@ class SequenceContext:
     token_dim: int = 1
     safe: tuple[str, ...] = ()
     has_encoder: bool = False
-    has_twin: bool = False
+    others: frozenset[int] = frozenset()
+    has_loss: bool = False
+    drops_by_function: str = ""
     num_sequences: int = 0
     segment: Segment | Whole | None = None
     target: Segment | Whole | None = None
@@ -92,7 +96,7 @@ class SequenceContext:
         if in_backward():
             return  # a recomputation: `resume` has set the step of its call
         self.frames.begin()
-        self.num_sequences = num_sequences
+        self.num_sequences, self.has_loss = num_sequences, False
         self.step = self.num_trained if batch.step is None else batch.step
         self.num_trained += training
         if self.num_calls == 0 and batch.checksum is not None:
@@ -266,6 +270,11 @@ class SequenceContext:
                 allowed="the tokens that lss.shard returned, with the segment that it returned beside them",
             )
         return layout.pieces(self.sequence.rank)
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots of this rank, and those of them that hold a token; (0, 0) where tokens are not cut."""
+        return (self.layout.segment_length, self.layout.num_tokens(self.sequence.rank)) if self.is_cut else (0, 0)
 
     def mask_of_source(self, source: Segment) -> Mask:
         """Which of an encoder's tokens the present ones see, by documents and padding."""

@@ -236,7 +236,7 @@ def _enter(context: SequenceContext, entered: Entered, name: str, user: str, mod
     frames = context.frames
     if not name and not in_backward():
         frames.running.clear()  # what an error may have left
-    if not frames.running:
+    if not frames.running or in_backward():
         entered.enter()
     frames.enter(name, user)
 
@@ -257,6 +257,17 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
         raise ModelError(
             "the model left its layers before the last one",
             allowed="with cut='layers', models that call all of their layers in order",
+        )
+    if (
+        context.cut == "layers"
+        and model.training
+        and getattr(outputs, "loss", None) is not None
+        and not context.has_loss
+    ):
+        raise ModelError(
+            "the model works out a loss by code of its own, of sequences that every rank has whole",
+            allowed="F.cross_entropy, squared and absolute errors and binary cross-entropy of logits, of torch",
+            remedy="take the loss of the model's outputs, by lss.losses",
         )
     context.end()
     context.watch(outputs)  # in a compiled model too

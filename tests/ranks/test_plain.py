@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import lss
 from lss import losses
 from tests.models import assert_same
-from tests.plain import LENGTH, MASKS, VOCABULARY, WIDTH, Decoder, Sequences, Translator, padding, tokens
+from tests.plain import LENGTH, MASKS, SLICES, VOCABULARY, WIDTH, Decoder, Sequences, Translator, padding, tokens
 
 
 def made(kind: type, *args: object, **named: object) -> nn.Module:
@@ -59,10 +59,15 @@ class Recomputed(nn.ModuleList):
         return (lambda x, block=block: checkpoint(block, x, use_reentrant=False) for block in super().__iter__())
 
 
+class Reentrant(nn.ModuleList):
+    def __iter__(self):
+        return (lambda x, block=block: checkpoint(block, x, use_reentrant=True) for block in super().__iter__())
+
+
 def recompute(model: nn.Module, how: str) -> None:
     """Whole modules; or, as some do it, their forwards."""
-    if how == "modules":
-        model.blocks.__class__ = Recomputed
+    if how != "forwards":
+        model.blocks.__class__ = Recomputed if how == "modules" else Reentrant
         return
     for block in model.blocks:
         block.forward = lambda x, forward=block.forward: checkpoint(forward, x, use_reentrant=False)
@@ -77,7 +82,7 @@ def alone(positions: str) -> tuple:
 
 
 @pytest.mark.supports("own module with scaled_dot_product_attention", "whole")
-@pytest.mark.parametrize("positions", ["arange", "parameter", "buffer"])
+@pytest.mark.parametrize("positions", ["arange", "buffer", *SLICES])
 def test_positions_that_a_model_makes_are_global(ranks, positions):
     for number in (2, 3):
         for found in ranks.run(predicted, number, number, positions):
@@ -135,7 +140,7 @@ def test_transformer_encoder_cut_by_tokens(ranks):
 
 
 @pytest.mark.supports("own module with scaled_dot_product_attention", "activation checkpointing")
-@pytest.mark.parametrize("how", ["modules", "forwards"])
+@pytest.mark.parametrize("how", ["modules", "forwards", "reentrant"])
 def test_attention_of_a_model_of_ones_own_is_recomputed(ranks, how):
     for found in ranks.run(predicted, 2, 2, "arange", 0.0, how):
         assert_equal(found, alone("arange"))
@@ -256,3 +261,29 @@ def test_multihead_attention_alone(ranks, named):
         for name, gradient in grads.items():
             part = slice(None) if name != "in_proj_bias" else slice(16, None)
             assert_same(gradient[part], expected[name][part], name, 1e-9)
+
+
+class Positioned(nn.Module):
+    """Positions are added to queries and keys alone, as in DETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.table = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
+        self.attention, self.head = nn.MultiheadAttention(WIDTH, 4, batch_first=True), nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, positions = self.tokens(tokens), self.table(torch.arange(tokens.size(1)))
+        return self.head(self.attention(x + positions, x + positions, x, need_weights=False)[0])
+
+
+def positioned(number: int) -> torch.Tensor:
+    mesh = lss.init_mesh(number, device="cpu")
+    model = lss.parallelize(made(Positioned), mesh)
+    batch = lss.shard({"tokens": tokens()}, mesh)
+    return lss.unshard(model(batch["tokens"], segment=batch["segment"]), batch["segment"], mesh)
+
+
+def test_keys_may_be_another_tensor_than_queries(ranks):
+    for number in (2, 3):
+        for found in ranks.run(positioned, number, number):
+            assert_same(found, made(Positioned)(tokens()).detach(), "outputs", 1e-9)

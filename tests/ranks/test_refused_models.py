@@ -39,6 +39,11 @@ def scores(x: torch.Tensor) -> torch.Tensor:
     return torch.matmul(x, x.transpose(1, 2)).softmax(-1)
 
 
+def prefixed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    keys = torch.cat([torch.ones(2, 2, WIDTH), x], 1)
+    return F.scaled_dot_product_attention(x, keys, keys)
+
+
 def window(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril().triu(-3)
     heads = x.view(*x.shape[:2], 4, -1).transpose(1, 2)
@@ -83,6 +88,23 @@ MODELS = {
         "computes attention without the library's interface",
     ),
     "a pooler": (lambda: pretrained("BertModel", "BertConfig", **_SMALL), "pooler makes one output"),
+    "positions behind a padding row": (
+        lambda: pretrained("RobertaForMaskedLM", "RobertaConfig", **_SMALL),
+        "position_embeddings counts positions from its padding_idx on",
+    ),
+    "angles that depend on the length": (
+        lambda: pretrained(
+            "LlamaForCausalLM",
+            "LlamaConfig",
+            **_SMALL,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        ),
+        "rotary angles that depend on the length",
+    ),
+    "a loss of routers": (
+        lambda: pretrained("MixtralForCausalLM", "MixtralConfig", **_SMALL, output_router_logits=True),
+        "a loss of routers",
+    ),
     "a classifier": (
         lambda: pretrained("LlamaForSequenceClassification", "LlamaConfig", **_SMALL, pad_token_id=0),
         "LlamaForSequenceClassification makes one output of a whole sequence",
@@ -110,6 +132,25 @@ MODELS = {
     ),
     "a sum up to each token": (lambda: Mixing(lambda model, x: x.cumsum(1)), "calls cumsum"),
     "a mean over tokens": (lambda: Mixing(lambda model, x: x - x.mean(dim=1, keepdim=True)), "calls mean"),
+    "a mean along an axis": (lambda: Mixing(lambda model, x: x - x.mean(axis=1, keepdim=True)), "calls mean"),
+    "a mean over all": (lambda: Mixing(lambda model, x: x - x.mean()), "calls mean"),
+    "every other token": (lambda: Mixing(lambda model, x: x + x[:, ::2].repeat(1, 2, 1)[:, :7]), "calls __getitem__"),
+    "the last tokens": (
+        lambda: Mixing(lambda model, x: x + x[torch.tensor([0, 1]), torch.tensor([6, 6])][:, None]),
+        "calls __getitem__",
+    ),
+    "an average by a matrix": (
+        lambda: Mixing(lambda model, x: (torch.ones(x.size(1), x.size(1)).tril() / 7) @ x),
+        "calls matmul",
+    ),
+    "positions by other numbers": (
+        lambda: Mixing(lambda model, x: x + torch.arange(x.size(1) + 1)[1:, None]),
+        "calls torch.arange(0, 8, 1)",
+    ),
+    "keys of no token in a layer": (
+        lambda: Mixing(prefixed),
+        "attends to 9 keys",
+    ),
     "the first token": (lambda: Mixing(lambda model, x: x + x[:, :1]), "calls __getitem__"),
     "the token before": (lambda: Mixing(lambda model, x: x + F.pad(x, (0, 0, 1, -1))), "calls pad"),
     "tokens rolled": (lambda: Mixing(lambda model, x: torch.roll(x, 1, dims=1)), "calls roll"),
@@ -150,6 +191,57 @@ def test_it_is_refused_by_name_and_reason(ranks, name):
     for said in ranks.run(first_step, 2, name):
         assert MODELS[name][1] in said
         assert "allowed: " in said or "do this: " in said
+
+
+class Noisy(Mixing):
+    """Random numbers outside of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.blocks = nn.ModuleList([self.block])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x + torch.randn_like(x))
+        return self.head(x)
+
+
+def in_layers(what: str) -> str:
+    mesh = lss.init_mesh(2, device="cpu")
+    with pytest.raises(LssError) as raised:
+        IN_LAYERS[what](mesh)
+    return str(raised.value)
+
+
+def own_loss(mesh) -> None:
+    model = pretrained(
+        "ViTForMaskedImageModeling", "ViTConfig", hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=48, image_size=12, patch_size=4, encoder_stride=4,
+    )  # fmt: skip
+    images, hidden = torch.randn(2, 3, 12, 12), torch.ones(2, 9, dtype=torch.bool)
+    model = lss.parallelize(model, mesh)
+    model(**lss.shard({"pixel_values": images}, mesh), bool_masked_pos=hidden)
+
+
+IN_LAYERS = {
+    "calls randn_like: other ranks draw other numbers": lambda mesh: lss.parallelize(Noisy(), mesh, cut="layers")(
+        tokens()
+    ),
+    "the model works out a loss by code of its own": own_loss,
+    "shift_labels=1 with cut='layers'": lambda mesh: lss.shard(
+        {"tokens": tokens(), "labels": tokens()}, mesh, shift_labels=1, cut="layers"
+    ),
+    "a batch that is cut by tokens": lambda mesh: lss.parallelize(Noisy(), mesh, cut="layers")(
+        **lss.shard({"tokens": tokens()}, mesh)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", IN_LAYERS)
+def test_it_is_refused_where_layers_cut_the_tokens(ranks, what):
+    for said in ranks.run(in_layers, 2, what):
+        assert what in said
 
 
 def declared_safe() -> torch.Tensor:

@@ -40,11 +40,11 @@ class Functions(TorchFunctionMode):
         context: Of the parallelized model.
         schedule: How attention is computed.
         rules: Of masks.
-        tables: Identities of the tensors that may hold a row a position; None where the model is told positions.
+        tables: Tensors that may hold a row a position; None where the model is told positions.
     """
 
     def __init__(
-        self, context: SequenceContext, schedule: Schedule, rules: Rules, tables: frozenset[int] | None
+        self, context: SequenceContext, schedule: Schedule, rules: Rules, tables: tuple[Tensor, ...] | None
     ) -> None:
         super().__init__()
         self.context, self.schedule, self.rules, self.tables = context, schedule, rules, tables
@@ -79,6 +79,8 @@ class Functions(TorchFunctionMode):
         if function in losses.TAKEN:
             return losses.whole(function, args, kwargs, context)
         works = context.is_running or in_backward()  # else a head is called on what the model gave
+        if works and not context.is_cut and context.sequence.size > 1:
+            mixing.refuse_random(function, args, context)
         if works and context.is_cut and context.sequence.size > 1 and caller != _MAKES_MASKS:
             if self.tables is not None and function in positions.MADE:
                 found = positions.made(function, args, kwargs, context, self.tables)
@@ -103,9 +105,9 @@ class Functions(TorchFunctionMode):
                 f"attention of queries {tuple(query.shape)} in {self._here}", allowed="[B, H, S, D] or [B, S, D]"
             )
         heads = [part if part.dim() == 4 else part.unsqueeze(1) for part in (query, key, value)]
-        rule: Rule = (
-            ((Causal() if is_causal else Full()), None) if attn_mask is None else self.rules.of_pairs(attn_mask)
-        )
+        rule: Rule = (Causal() if is_causal else Full(), None)
+        if attn_mask is not None:
+            rule = self.rules.of_pairs(attn_mask, self.context.slots)
         route = Route(self.context, self.schedule, self._here)
         dropout = self._site(dropout_p) if dropout_p else None
         of_source = self._of_source(heads)
@@ -120,11 +122,12 @@ class Functions(TorchFunctionMode):
         if not context.is_cut:
             return False
         number, own = heads[1].size(2), context.layout.segment_length
-        if number == own and context.has_twin and context.sequence.size > 1:
+        if context.sequence.size > 1 and (number == own) == (number in context.others):
             raise ModelError(
-                f"{self._here} may attend to its own tokens or to others: both are {own} on this rank",
-                allowed="other tokens of another number than those of a segment",
-                remedy="pad them by one",
+                f"{self._here} attends to {number} keys, of a segment of {own} slots and other tokens, "
+                f"{sorted(context.others)} of them",
+                allowed="a layer's own tokens, or other ones that it is given, of another number",
+                remedy="pad them by one; tokens that are added to the keys are not taken",
             )
         return number != own
 
@@ -138,7 +141,7 @@ class Functions(TorchFunctionMode):
                 "dropout in code that is recomputed apart from its module",
                 allowed="recomputation of modules: checkpoint(block, x), not checkpoint(block.forward, x)",
             )
-        name = f"{self._here}.dropout()"
+        name = self.context.drops_by_function = f"{self._here}.dropout()"
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         return Site(name, rate, number, self.context)
 

@@ -89,7 +89,7 @@ def _look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     bound |= bound.get("kwargs", {})
     place: Place = vars(module)[_PLACE]
     place.crosses = any(bound.get(name) is not None for name in ("key_value_states", "encoder_hidden_states"))
-    if hasattr(module, "compute_bias") and bound.get("position_bias") is None:
+    if "position_bias" in signature(module.forward).parameters and bound.get("position_bias") is None:
         kwargs = {**kwargs, "position_bias": next(module.parameters()).new_zeros(())}
     return args, kwargs
 

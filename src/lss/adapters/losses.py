@@ -38,6 +38,7 @@ def whole(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequenc
     """
     if kwargs.get("reduction", "mean") == "none":
         return function(*args, **kwargs)  # type: ignore[no-any-return]
+    context.has_loss = True
     if function is F.cross_entropy:
         return _cross_entropy(args, kwargs, context)
     reduction = kwargs.get("reduction", "mean")

@@ -64,10 +64,21 @@ def refuse(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequen
     )
 
 
+def refuse_random(function: Callable[..., Any], args: Any, context: SequenceContext) -> None:
+    """Raise ModelError if random numbers are drawn for whole sequences, which each rank would draw for itself."""
+    here = context.frames.innermost
+    if function in _RANDOM and not _is_scalar(args) and not context.is_safe(here):
+        raise ModelError(
+            f"{here or 'the model'} calls {getattr(function, '__name__', function)}: other ranks draw other numbers",
+            allowed="dropout",
+            remedy="draw them outside of the model, alike on all ranks, and hand them in",
+        )
+
+
 def _mixes(function: Callable[..., Any], args: Any, kwargs: Any, context: SequenceContext) -> bool:
     first = args[0] if args else kwargs.get("input")
     if function in _RANDOM:
-        return not (function in (torch.rand, torch.randn) and _is_scalar(args))
+        return not _is_scalar(args)
     if function is torch.einsum:
         return _contracts(*args, size=context.layout.segment_length)
     if function in _ANY or not isinstance(first, Tensor):
@@ -85,7 +96,11 @@ def _dims(function: Callable[..., Any], tensor: Tensor, args: Any, kwargs: Any) 
         pad = args[1] if len(args) > 1 else kwargs["pad"]
         yield from (tensor.dim() - 1 - place // 2 for place, number in enumerate(pad) if number)
     elif function in _DIMS:
-        given = kwargs.get("dim", kwargs.get("dims", args[_DIMS[function]] if len(args) > _DIMS[function] else None))
+        place = _DIMS[function]
+        named = (kwargs[name] for name in ("dim", "dims", "axis") if name in kwargs)
+        given = next(named, args[place] if len(args) > place else None)
+        if given is None and tensor.is_floating_point() and tensor.dim() > 2:
+            given = tuple(range(tensor.dim()))  # over all
         for dim in given if isinstance(given, tuple | list) else (given,):
             if isinstance(dim, int) and tensor.dim():
                 yield dim % tensor.dim()
@@ -98,15 +113,18 @@ def _picked(tensor: Tensor, index: Any) -> Iterator[int]:
         return
     behind = len(parts) - parts.index(...) - 1 if any(part is ... for part in parts) else 0
     for place, part in enumerate(parts):
-        is_whole = part is ... or (isinstance(part, slice) and not part.start and part.stop is None)
-        if isinstance(part, int | slice) and not is_whole:
+        is_whole = part is ... or (isinstance(part, slice) and not part.start and part.stop is None and not part.step)
+        if (isinstance(part, int | slice) and not is_whole) or (place and isinstance(part, list | Tensor)):
             ahead = behind == 0 or place < len(parts) - behind
             yield place if ahead else tensor.dim() - len(parts) + place
 
 
 def _is_of_tokens(tensor: Tensor, dim: int, context: SequenceContext) -> bool:
     """Whether a dim is that of the tokens: [B, S, ...], [B, H, S, D], integers [B, S], or [B * S, E]."""
-    size, is_last = context.layout.segment_length, dim == tensor.dim() - 1 and tensor.is_floating_point()
+    size = context.layout.segment_length
+    is_last = dim == tensor.dim() - 1 and (tensor.is_floating_point() or tensor.dim() != 2)
+    if tensor.dim() == 1:
+        return tensor.size(0) == size and not tensor.is_floating_point()
     if 0 < dim < 3 and not is_last and tensor.dim() > 1 and tensor.size(dim) == size:
         return True
     return dim == 0 and tensor.dim() > 1 and tensor.size(0) == size * context.num_sequences
@@ -114,6 +132,8 @@ def _is_of_tokens(tensor: Tensor, dim: int, context: SequenceContext) -> bool:
 
 def _of_tokens(left: Tensor, right: Any, size: int) -> bool:
     """Whether a product is of scores, [..., S, D] by [..., D, S], or sums over tokens, [..., D, S] by [..., S, E]."""
+    if isinstance(right, Tensor) and left.dim() == 2 and left.size(0) == left.size(1) == size:
+        return True  # tokens by tokens
     if not isinstance(right, Tensor) or min(left.dim(), right.dim()) < 3:
         return False
     scores = left.size(-2) == size == right.size(-1) and left.size(-1) != size

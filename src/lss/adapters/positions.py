@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import EllipsisType
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ MADE = frozenset((torch.arange, Tensor.__getitem__))
 _NO_TABLES = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention, nn.GroupNorm, conv._ConvNd)
 
 
-def tables(model: nn.Module) -> frozenset[int]:
-    """Identities of the tensors of which a slice as long as the segment is taken to be the rows of its positions."""
+def tables(model: nn.Module) -> tuple[Tensor, ...]:
+    """Tensors of which a slice as long as the segment is taken to be the rows of its positions, also of views."""
     own = (module for module in model.modules() if not isinstance(module, (*_NO_TABLES, batchnorm._NormBase)))
-    return frozenset(
-        id(tensor)
+    return tuple(
+        tensor
         for module in own
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if tensor.dim() > 0
@@ -31,7 +30,7 @@ def tables(model: nn.Module) -> frozenset[int]:
 
 
 def made(
-    function: Callable[..., Any], args: Any, kwargs: Any, context: SequenceContext, known: frozenset[int]
+    function: Callable[..., Any], args: Any, kwargs: Any, context: SequenceContext, known: tuple[Tensor, ...]
 ) -> Tensor | None:
     """Global positions in the place of 0 to S - 1; None where something else is meant.
 
@@ -40,7 +39,7 @@ def made(
         args: What it was given.
         kwargs: The same by name.
         context: Of the parallelized model, which works on a segment.
-        known: Identities of tables.
+        known: Tables.
 
     Raises:
         LayoutError: A table is too short.
@@ -49,42 +48,63 @@ def made(
     if function is torch.arange:
         return _numbers(args, kwargs, context)
     table, index = args
-    return _rows(table, index, context) if id(table) in known else None
+    storage = table.untyped_storage().data_ptr()
+    is_known = any(table is other or (storage and other.untyped_storage().data_ptr() == storage) for other in known)
+    return _rows(table, index, context) if is_known else None
 
 
 def _numbers(args: Any, kwargs: Any, context: SequenceContext) -> Tensor | None:
-    start, stop = (0, *args)[-2:] if len(args) < 3 else args[:2]
-    start, stop = kwargs.get("start", start), kwargs.get("end", stop if args else None)
-    step = args[2] if len(args) > 2 else kwargs.get("step", 1)
-    if step != 1 or not (isinstance(start, int) and isinstance(stop, int)):
+    """Numbers in a row, as many as the segment has slots."""
+    named = dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False)) | kwargs
+    start, stop, step = named.get("start", 0), named["end"], named.get("step", 1)
+    size = context.layout.segment_length
+    if (stop - start) / step not in (size, size + 1):
         return None
-    if stop - start != context.layout.segment_length:
-        return None
-    found = start + _positions(context, kwargs.get("device"), f"torch.arange({start}, {stop})")
-    return found.to(kwargs.get("dtype") or torch.int64)
+    if step == 1 and isinstance(start, int) and isinstance(stop, int) and stop - start == size:
+        found = start + _positions(context, kwargs.get("device"), f"torch.arange({start}, {stop})")
+        return found.to(kwargs.get("dtype") or torch.int64)
+    here = context.frames.innermost or "the model"
+    raise ModelError(
+        f"{here} calls torch.arange({start}, {stop}, {step}), which may make positions of its {size} tokens",
+        allowed="torch.arange(S), torch.arange(first, first + S)",
+    )
 
 
 def _rows(table: Tensor, index: Any, context: SequenceContext) -> Tensor | None:
+    """As many rows of a table as the segment has slots."""
     parts = index if isinstance(index, tuple) else (index,)
-    if EllipsisType in map(type, parts) or not all(isinstance(part, slice) for part in parts):
+    size, here = context.layout.segment_length, context.frames.innermost or "the model"
+    cut = [place for place, part in enumerate(parts) if _length(part) == size]
+    if len(cut) != 1 or any(isinstance(part, list | Tensor) for part in parts):
         return None
-    cut = [dim for dim, part in enumerate(parts) if part != slice(None)]
-    if len(cut) != 1:
-        return None
-    (dim,) = cut
-    part = parts[dim]
-    start, stop = part.start or 0, part.stop
-    if part.step not in (None, 1) or not isinstance(stop, int) or stop - start != context.layout.segment_length:
-        return None
-    what = f"a table {tuple(table.shape)}[{start}:{stop}]"
+    dim = _dim(table, parts, cut[0])
+    start, what = (
+        parts[cut[0]].start or 0,
+        f"a table {tuple(table.shape)}[{parts[cut[0]].start or 0}:{parts[cut[0]].stop}]",
+    )
     found = start + _positions(context, table.device, what)
     if start + context.present.num_positions > table.size(dim):
         raise LayoutError(
-            f"positions up to {start + context.present.num_positions - 1}, and {what} in "
-            f"{context.frames.innermost or 'the model'}",
+            f"positions up to {start + context.present.num_positions - 1}, and {what} in {here}",
             allowed=f"at most {table.size(dim) - start} tokens of a document",
         )
-    return table.index_select(dim, found)
+    rest = tuple(slice(None) if place == cut[0] else part for place, part in enumerate(parts))
+    return table.index_select(dim, found)[rest]
+
+
+def _length(part: Any) -> int | None:
+    """Of a slice whose end is a number; None for others."""
+    if not isinstance(part, slice) or part.step not in (None, 1) or not isinstance(part.stop, int):
+        return None
+    return part.stop - (part.start or 0)
+
+
+def _dim(table: Tensor, parts: tuple[Any, ...], place: int) -> int:
+    """The dim of a tensor that a part of its index is of."""
+    before = [part for part in parts[:place] if part is not None]
+    if not any(part is ... for part in before):
+        return len(before)
+    return table.dim() - len([part for part in parts[place:] if part is not None])
 
 
 def _positions(context: SequenceContext, device: Any, what: str) -> Tensor:

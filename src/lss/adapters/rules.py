@@ -24,12 +24,13 @@ class Rules:
     def __deepcopy__(self, memo: object) -> Rules:
         return Rules()
 
-    def of_pairs(self, tensor: Tensor, *, hides: bool = False) -> Rule:
+    def of_pairs(self, tensor: Tensor, slots: tuple[int, int] = (0, 0), *, hides: bool = False) -> Rule:
         """The mask, and what is added to scores, of a tensor over pairs.
 
         Args:
             tensor: Boolean, or floating values that are added, with -inf (or the least number) where a key is hidden;
                 [L_query, L_key], [B, L_query, L_key] or [B or 1, H or 1, L_query or 1, L_key], of whole sequences.
+            slots: Of this rank, and those that hold a token: a causal mask may be one of them alone.
             hides: Whether True hides a key, as in nn.MultiheadAttention, or shows it, as in
                 scaled_dot_product_attention.
 
@@ -38,7 +39,7 @@ class Rules:
         """
         version, found = self._known.get(tensor, (None, None))
         if found is None or version != tensor._version:
-            found = _rule(tensor, hides=hides)
+            found = _rule(tensor, slots, hides=hides)
             self._known[tensor] = tensor._version, found
         rule: Rule = found
         return rule
@@ -77,7 +78,7 @@ class WholePadding(Padding):
             )
 
 
-def _rule(tensor: Tensor, *, hides: bool) -> Rule:
+def _rule(tensor: Tensor, slots: tuple[int, int], *, hides: bool) -> Rule:
     if tensor.requires_grad:
         raise MaskError(
             f"a mask {tuple(tensor.shape)} that needs a gradient",
@@ -85,12 +86,12 @@ def _rule(tensor: Tensor, *, hides: bool) -> Rule:
             remedy="a learned bias is a function of positions: give the layer a bias of lss.bias",
         )
     if tensor.dtype == torch.bool:
-        return _mask(~tensor if hides else tensor), None
+        return _mask(~tensor if hides else tensor, slots), None
     if not tensor.is_floating_point():
         raise MaskError(f"an attention mask of {tensor.dtype}", allowed="boolean or floating masks")
     hidden = tensor <= torch.finfo(tensor.dtype).min
     added = tensor.masked_fill(hidden, 0)
-    return _mask(~hidden), _bias(added) if added.any() else None
+    return _mask(~hidden, slots), _bias(added) if added.any() else None
 
 
 def _bias(added: Tensor) -> Bias:
@@ -104,13 +105,16 @@ def _bias(added: Tensor) -> Bias:
     return DenseBias(added)
 
 
-def _mask(seen: Tensor) -> Mask:
+def _mask(seen: Tensor, slots: tuple[int, int]) -> Mask:
+    if seen.dim() == 4 and seen.shape[:2] == (1, 1) and seen.size(-2) > 1:
+        seen = seen[0, 0]
     if seen.all():
         return Full()
     if seen.dim() == 4 and seen.shape[1:3] == (1, 1):
         return WholePadding.of(seen[:, 0, 0])
     if seen.dim() == 4 and seen.size(-2) == 1:
         raise MaskError(f"a mask of shape {tuple(seen.shape)}", allowed="[B, 1, 1, L], the same for all heads")
-    if seen.dim() == 2 and seen.size(0) == seen.size(1) and torch.equal(seen, seen.new_ones(seen.shape).tril()):
+    real = seen[: slots[1], : slots[1]] if seen.size(-1) == slots[0] else seen
+    if seen.dim() == 2 and seen.size(0) == seen.size(1) and bool((real == torch.ones_like(real).tril()).all()):
         return Causal()
     return Dense(seen.cpu())

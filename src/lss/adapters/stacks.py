@@ -82,7 +82,7 @@ def _cut(
         parts = tuple(layout.shard(part, rank, dim=part.dim() - 2, fill=None) for part in angles)
         kwargs = {**kwargs, "position_embeddings": parts}
     others = (part for part in (*args, *kwargs.values()) if isinstance(part, Tensor) and part is not tokens)
-    context.has_twin = any(part.dim() == 3 and part.size(dim) == layout.segment_length for part in others)
+    context.others = frozenset(part.size(dim) for part in others if part.dim() == 3)
     if length != layout.length:
         return args, kwargs
     part = layout.shard(tokens, rank, dim=dim, fill=None)

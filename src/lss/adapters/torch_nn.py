@@ -82,6 +82,8 @@ class SegmentedMultihead:
             mask = mask & self.rules.of_keys(key_padding_mask)
         queries, keys, values = (self._heads(part) for part in self._projected(query, key, value))
         drops = module.training and self.site.dropped_levels > 0
+        if drops:
+            self.route.context.drops_by_function = self.site.name
         attended = self.route.attend(
             queries,
             keys,
@@ -113,7 +115,7 @@ class SegmentedMultihead:
             return (Causal() if is_causal else Full()), None
         if mask.dim() == 3:
             mask = mask.unflatten(0, (-1, self.module.num_heads))  # [B * H, L, L] -> [B, H, L, L]
-        return self.rules.of_pairs(mask, hides=True)
+        return self.rules.of_pairs(mask, self.route.context.slots, hides=True)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
         module = self.module

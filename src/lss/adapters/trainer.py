@@ -169,7 +169,9 @@ class Trainer(transformers.Trainer):
         if context.num_calls == 0:
             _require_one_batch(batch, context.gather_from_ranks(_sums(batch)))
         own = {name: _of_group(name, tensor, context.data) for name, tensor in batch.items()}
-        cut = shard(own, self.mesh, shift_labels=int(shifts_labels(self.model)), cut=context.cut)
+        cut = shard(
+            own, self.mesh, shift_labels=None if cut_in_layers else int(shifts_labels(self.model)), cut=context.cut
+        )
         return {name: value for name, value in inputs.items() if name not in batch} | cut
 
 

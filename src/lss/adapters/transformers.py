@@ -21,6 +21,7 @@ from lss.context import SequenceContext
 from lss.dropout import Site
 from lss.errors import ModelError
 
+_LAYERS = "lss.parallelize(model, mesh, cut='layers')"
 # How models are named whose outputs and losses are of single tokens.
 _TOKEN_HEADS = (
     "ForCausalLM",
@@ -102,12 +103,24 @@ def refusals(model: nn.Module, cut: Cut) -> Iterator[ModelError]:
 def _of_outputs(model: nn.Module, cut: Cut) -> Iterator[ModelError]:
     if getattr(model.config, "apply_spec_augment", False):
         yield ModelError("the model masks its input at random", allowed="apply_spec_augment=False")
+    if getattr(model.config, "output_router_logits", False):
+        yield ModelError("a loss of routers, a mean over one rank's tokens", allowed="output_router_logits=False")
+    ropes = getattr(model.config, "rope_parameters", None) or {}
+    kinds = [part.get("rope_type") for part in (ropes, *ropes.values()) if isinstance(part, dict)]
+    if cut == "tokens" and "dynamic" in kinds:
+        given = "rotary angles that depend on the length of the sequence"
+        yield ModelError(given, allowed="other rope_type than dynamic", remedy=_LAYERS)
+    tables = [name for name, part in model.named_modules() if "position" in name and hasattr(part, "padding_idx")]
+    counted = [name for name in tables if model.get_submodule(name).padding_idx is not None]
+    if cut == "tokens" and counted:
+        given = f"{counted[0]} counts positions from its padding_idx on, and leaves padding out"
+        yield ModelError(given, allowed="positions that count from 0", remedy=_LAYERS)
     pooling = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Pooler", "Pooling"))]
     if cut == "tokens" and (pooling or not type(model).__name__.endswith(_TOKEN_HEADS)):
         yield ModelError(
             f"{pooling[0] if pooling else type(model).__name__} makes one output of a whole sequence",
             allowed=f"outputs of single tokens: models named ...{', ...'.join(_TOKEN_HEADS)}",
-            remedy="lss.parallelize(model, mesh, cut='layers'), or add_pooling_layer=False where it is not needed",
+            remedy=_LAYERS + ", or add_pooling_layer=False where it is not needed",
         )
 
 

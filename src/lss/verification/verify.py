@@ -89,6 +89,13 @@ def verify(
         progress("run over ranks")
         max_norm = CLIP_SHARE * serial.norm
         ranks, context = agree(lambda: run_over_ranks(copy.deepcopy(bare), setting, mesh, steps, max_norm))
+        if context.drops_by_function:
+            raise ModelError(
+                f"{context.drops_by_function} drops values at a rate that is no nn.Dropout's, and the plain model "
+                "cannot be given the same masks",
+                allowed="rates of 0 in a function or an nn.MultiheadAttention; it trains exactly all the same",
+                remedy="set the rate to 0 in what is verified",
+            )
         ranks.evaluated = evaluate_over_ranks(copy.deepcopy(plain), setting)
         checks = compare(ranks, serial, setting, context, bound)
         checks += sanity(serial, ranks, setting, context)
