@@ -91,13 +91,6 @@ def labels_not_shifted() -> AbstractContextManager:
     return replaced(documents, "shift", lambda original: lambda labels, offset, *rest: original(labels, 0, *rest))
 
 
-def labels_shifted_again_by_the_model() -> AbstractContextManager:
-    def tell_nothing(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return args, kwargs | {"shift_labels": None}
-
-    return changed_model(lambda model: model.register_forward_pre_hook(tell_nothing, with_kwargs=True))
-
-
 def mean_of_the_segment() -> AbstractContextManager:
     """The loss and its number of tokens, which are summed together, stay this rank's own."""
 
@@ -177,7 +170,6 @@ _OF_THIS_FILE = (
     padding_not_said,
     window_off_by_one,
     labels_not_shifted,
-    labels_shifted_again_by_the_model,
     mean_of_the_segment,
     last_label_of_a_segment_lost,
     gradient_of_a_rank_lost,
@@ -198,7 +190,6 @@ CASES = [
     ("labels_not_shifted", Case("Llama", "whole", "loss")),
     ("labels_not_shifted", Case("GPT-2", "packed", "loss")),
     ("labels_shifted_twice", Case("Llama", "whole", "loss")),
-    ("labels_shifted_again_by_the_model", Case("Llama", "whole", "loss")),
     ("last_label_of_a_segment_lost", Case("BERT", "whole", "loss")),
     ("mean_of_the_segment", Case("Gemma 3", "padded right", "loss")),
     ("loss_times_ranks", Case("GPT-2", "whole", "loss")),

@@ -18,8 +18,7 @@ from lss.errors import LayoutError, ModelError
 from lss.frames import Frames, in_backward
 from lss.layout import Layout, LayoutName, Piece
 from lss.ledger import Ledger
-from lss.masks import Mask
-from lss.segment import Segment, Whole, mask_between
+from lss.segment import Segment, Whole
 
 _ATTRIBUTE = "lss_context"
 _WATCHED = "lss_watched"
@@ -206,10 +205,6 @@ class SequenceContext:
         """Whether each rank is working on tokens of its own; a rank alone has all of them."""
         return isinstance(self.segment, Segment)
 
-    def is_safe(self, name: str) -> bool:
-        """Whether the user says that a module keeps tokens alone."""
-        return any(name == safe or name.startswith(f"{safe}.") for safe in self.safe)
-
     @property
     def present(self) -> Segment:
         """The segment that is being worked on.
@@ -270,15 +265,6 @@ class SequenceContext:
                 allowed="the tokens that lss.shard returned, with the segment that it returned beside them",
             )
         return layout.pieces(self.sequence.rank)
-
-    @property
-    def slots(self) -> tuple[int, int]:
-        """Slots of this rank, and those of them that hold a token; (0, 0) where tokens are not cut."""
-        return (self.layout.segment_length, self.layout.num_tokens(self.sequence.rank)) if self.is_cut else (0, 0)
-
-    def mask_of_source(self, source: Segment) -> Mask:
-        """Which of an encoder's tokens the present ones see, by documents and padding."""
-        return mask_between(self.present, source)
 
     def positions(self, device: torch.device) -> Tensor:
         """Position of each slot of this rank: int64 [S], or [B, S] where sequences differ."""

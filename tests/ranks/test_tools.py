@@ -211,7 +211,7 @@ def compiled_over(num_ranks: int, name: str, what: str):
 
 
 @pytest.mark.supports("{name}", "torch.compile")
-@pytest.mark.parametrize("what", ["torch.compile", "in place", "layers"])
+@pytest.mark.parametrize("what", ["torch.compile", "layers"])
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_compiled(ranks, name, what):
     expected = plainly(make(name), name, "SGD", widened=False)
@@ -269,7 +269,7 @@ MISTAKES = {
     "a PeftModel that was not parallelized": lambda mesh: lss.average_gradients(
         peft.get_peft_model(lss.parallelize(make("Llama"), mesh), peft.LoraConfig(target_modules=TARGETS["Llama"]))
     ),
-    "lora_dropout.default was given 6 tokens": dropping_in_projections,
+    "lora_dropout.default was given": dropping_in_projections,
     "LoRA with a ALoraLinearVariant": lambda mesh: with_adapter(
         mesh, task_type="CAUSAL_LM", alora_invocation_tokens=[5]
     ),

@@ -81,7 +81,8 @@ class RefusesFloat64(nn.LayerNorm):
 
 class MixesInEvaluation(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if self.training else x - x.mean(1, keepdim=True))
+        mixed = x.reshape(x.size(0), x.size(2), x.size(1)).transpose(1, 2)
+        return super().forward(x if self.training else x - mixed)
 
 
 def changed(norm: type[nn.LayerNorm], fault: str = "nothing") -> Report:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lss.adapters import losses, mixing, positions
-from lss.adapters.rules import Rule, Rules
+from lss.adapters.rules import Rule, Rules, slots
 from lss.attention import Route, Schedule
 from lss.callers import calling_module, is_of_this_package
 from lss.compiled import eager
@@ -107,7 +107,7 @@ class Functions(TorchFunctionMode):
         heads = [part if part.dim() == 4 else part.unsqueeze(1) for part in (query, key, value)]
         rule: Rule = (Causal() if is_causal else Full(), None)
         if attn_mask is not None:
-            rule = self.rules.of_pairs(attn_mask, self.context.slots)
+            rule = self.rules.of_pairs(attn_mask, slots(self.context))
         route = Route(self.context, self.schedule, self._here)
         dropout = self._site(dropout_p) if dropout_p else None
         of_source = self._of_source(heads)

@@ -53,7 +53,7 @@ def refuse(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequen
         context: Of the parallelized model.
     """
     here = context.frames.innermost
-    if context.layout.segment_length == 1 or context.is_safe(here) or not _mixes(function, args, kwargs, context):
+    if context.layout.segment_length == 1 or _is_safe(here, context) or not _mixes(function, args, kwargs, context):
         return
     shapes = [tuple(part.shape) for part in args if isinstance(part, Tensor)]
     raise ModelError(
@@ -67,12 +67,17 @@ def refuse(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequen
 def refuse_random(function: Callable[..., Any], args: Any, context: SequenceContext) -> None:
     """Raise ModelError if random numbers are drawn for whole sequences, which each rank would draw for itself."""
     here = context.frames.innermost
-    if function in _RANDOM and not _is_scalar(args) and not context.is_safe(here):
+    if function in _RANDOM and not _is_scalar(args) and not _is_safe(here, context):
         raise ModelError(
             f"{here or 'the model'} calls {getattr(function, '__name__', function)}: other ranks draw other numbers",
             allowed="dropout",
             remedy="draw them outside of the model, alike on all ranks, and hand them in",
         )
+
+
+def _is_safe(name: str, context: SequenceContext) -> bool:
+    """Whether the user says that a module keeps tokens alone."""
+    return any(name == safe or name.startswith(f"{safe}.") for safe in context.safe)
 
 
 def _mixes(function: Callable[..., Any], args: Any, kwargs: Any, context: SequenceContext) -> bool:

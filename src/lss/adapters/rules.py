@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lss.bias import Bias, DenseBias
+from lss.context import SequenceContext
 from lss.errors import MaskError
 from lss.masks import Causal, Dense, Full, Mask, Padding
 
@@ -76,6 +77,13 @@ class WholePadding(Padding):
                 allowed="padding of whole sequences",
                 remedy="say it to lss.shard, as attention_mask",
             )
+
+
+def slots(context: SequenceContext) -> tuple[int, int]:
+    """Slots of this rank, and those of them that hold a token; (0, 0) where tokens are not cut."""
+    if not context.is_cut:
+        return 0, 0
+    return context.layout.segment_length, context.layout.num_tokens(context.sequence.rank)
 
 
 def _rule(tensor: Tensor, slots: tuple[int, int], *, hides: bool) -> Rule:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lss.adapters.rules import Rule, Rules
+from lss.adapters.rules import Rule, Rules, slots
 from lss.attention import Route
 from lss.compiled import eager
 from lss.dropout import Site
@@ -115,7 +115,7 @@ class SegmentedMultihead:
             return (Causal() if is_causal else Full()), None
         if mask.dim() == 3:
             mask = mask.unflatten(0, (-1, self.module.num_heads))  # [B * H, L, L] -> [B, H, L, L]
-        return self.rules.of_pairs(mask, self.route.context.slots, hides=True)
+        return self.rules.of_pairs(mask, slots(self.route.context), hides=True)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
         module = self.module

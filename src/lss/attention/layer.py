@@ -20,6 +20,7 @@ from lss.dtypes import autocast_dtype
 from lss.errors import LayoutError, ModelError
 from lss.layout import Layout
 from lss.masks import Causal, Full, Mask
+from lss.segment import mask_between
 
 # What makes a module an attention layer.
 PROJECTIONS = ("project_query", "project_key_value", "project_output")
@@ -166,7 +167,7 @@ class Route:
                 f"{self.name} was given {num_keys} keys of an encoder's segment of {keys.layout.segment_length} slots",
                 allowed="what the encoder returned",
             )
-        return self._joined(mask, context.mask_of_source(keys)), queries, keys.layout
+        return self._joined(mask, mask_between(context.present, keys)), queries, keys.layout
 
     @staticmethod
     def _joined(mask: Mask, of_batch: Mask) -> Mask:

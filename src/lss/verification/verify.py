@@ -17,6 +17,7 @@ from lss.adapters import transformers
 from lss.batch import shard
 from lss.collectives import agree, agree_equal
 from lss.config import AttentionConfig
+from lss.context import SequenceContext
 from lss.errors import LayoutError, LssError, ModelError
 from lss.refusals import refusals
 from lss.verification.checks import bound_of, compare, compare_gradients, compare_losses, sanity, worst_of_ranks
@@ -89,13 +90,7 @@ def verify(
         progress("run over ranks")
         max_norm = CLIP_SHARE * serial.norm
         ranks, context = agree(lambda: run_over_ranks(copy.deepcopy(bare), setting, mesh, steps, max_norm))
-        if context.drops_by_function:
-            raise ModelError(
-                f"{context.drops_by_function} drops values at a rate that is no nn.Dropout's, and the plain model "
-                "cannot be given the same masks",
-                allowed="rates of 0 in a function or an nn.MultiheadAttention; it trains exactly all the same",
-                remedy="set the rate to 0 in what is verified",
-            )
+        agree(lambda: _require_no_functions(context))
         ranks.evaluated = evaluate_over_ranks(copy.deepcopy(plain), setting)
         checks = compare(ranks, serial, setting, context, bound)
         checks += sanity(serial, ranks, setting, context)
@@ -126,6 +121,17 @@ def _in(dtype: torch.dtype, batch: Mapping[str, Tensor], mesh: DeviceMesh) -> di
         return part.to(mesh.device_type, _like(dtype, part))
 
     return {name: moved(part) for name, part in batch.items()}
+
+
+def _require_no_functions(context: SequenceContext) -> None:
+    """Raise ModelError if a function dropped values, which the plain model cannot be given the masks of."""
+    if context.drops_by_function:
+        raise ModelError(
+            f"{context.drops_by_function} drops values at a rate that is no nn.Dropout's, and the plain model cannot "
+            "be given the same masks",
+            allowed="rates of 0 in a function or an nn.MultiheadAttention; it trains exactly all the same",
+            remedy="set the rate to 0 in what is verified",
+        )
 
 
 def _check(setting: Setting) -> None:
