@@ -94,7 +94,7 @@ class Frames:
             )
         is_canonical = depth == 1 or self.running[-1].user == user.name
         is_first = is_canonical and not number and not user.entry
-        found = 0 if is_first else _number(f"{user.name} {user.entry} {place} {number}")
+        found = 0 if is_first else 1 + number_of(f"{user.name} {user.entry} {place} {number}")
         self._known.setdefault(place, set()).add(found)
         return found
 
@@ -109,8 +109,9 @@ class Frames:
         return next(iter(known))
 
 
-def _number(said: str) -> int:
-    return 1 + int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+def number_of(said: str) -> int:
+    """A number of 56 bits for a text, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
 
 
 def in_backward() -> bool:

@@ -5,7 +5,6 @@ The functions are taken in hand while the outermost module of a parallelized mod
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Iterable
 from functools import update_wrapper
@@ -24,11 +23,11 @@ from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.dropout import Site, drop
 from lss.errors import ModelError
-from lss.frames import in_backward
+from lss.frames import in_backward, number_of
 from lss.masks import Causal, Full
 
-_TAKEN = {F.scaled_dot_product_attention, F.dropout} | losses.TAKEN | positions.MADE | mixing.WATCHED
 _ALWAYS = {F.scaled_dot_product_attention, F.dropout} | losses.TAKEN
+_TAKEN = _ALWAYS | positions.MADE | mixing.WATCHED
 # Makes masks of transformers, which are made of rules instead.
 _MAKES_MASKS = "transformers.masking_utils"
 
@@ -142,8 +141,7 @@ class Functions(TorchFunctionMode):
                 allowed="recomputation of modules: checkpoint(block, x), not checkpoint(block.forward, x)",
             )
         name = self.context.drops_by_function = f"{self._here}.dropout()"
-        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
-        return Site(name, rate, number, self.context)
+        return Site(name, rate, number_of(name), self.context)
 
     @property
     def _here(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
-from inspect import getclosurevars, signature
+from inspect import Signature, getclosurevars, signature
 from itertools import takewhile
 from operator import and_, or_
 from typing import Any
@@ -35,15 +35,18 @@ class Place:
         site: Place of the dropout of its weights.
         bias: Added to its scores.
         crosses: Whether the present call's keys are an encoder's.
+        signature: Of the module's forward.
     """
 
     route: Route
     site: Site
     bias: Bias | None
     crosses: bool = False
+    signature: Signature | None = None
 
     def tell(self, module: nn.Module) -> None:
         """Leave it on the module, which also tells before each call whose keys it is given."""
+        self.signature = signature(module.forward)
         setattr(module, _PLACE, self)
         module.register_forward_pre_hook(_look, with_kwargs=True)
 
@@ -85,11 +88,12 @@ def _stack(name: str) -> list[str]:
 
 def _look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Whether keys are an encoder's; and a bias that is known by its rule is not made whole."""
-    bound = signature(module.forward).bind(*args, **kwargs).arguments
-    bound |= bound.get("kwargs", {})
     place: Place = vars(module)[_PLACE]
+    assert place.signature is not None
+    bound = place.signature.bind(*args, **kwargs).arguments
+    bound |= bound.get("kwargs", {})
     place.crosses = any(bound.get(name) is not None for name in ("key_value_states", "encoder_hidden_states"))
-    if "position_bias" in signature(module.forward).parameters and bound.get("position_bias") is None:
+    if "position_bias" in place.signature.parameters and bound.get("position_bias") is None:
         kwargs = {**kwargs, "position_bias": next(module.parameters()).new_zeros(())}
     return args, kwargs
 

@@ -78,10 +78,8 @@ def _rows(table: Tensor, index: Any, context: SequenceContext) -> Tensor | None:
     if len(cut) != 1 or any(isinstance(part, list | Tensor) for part in parts):
         return None
     dim = _dim(table, parts, cut[0])
-    start, what = (
-        parts[cut[0]].start or 0,
-        f"a table {tuple(table.shape)}[{parts[cut[0]].start or 0}:{parts[cut[0]].stop}]",
-    )
+    start = parts[cut[0]].start or 0
+    what = f"a table {tuple(table.shape)}[{start}:{start + size}]"
     found = start + _positions(context, table.device, what)
     if start + context.present.num_positions > table.size(dim):
         raise LayoutError(

@@ -49,7 +49,7 @@ class Rules:
         """The mask of a key_padding_mask [B, L_key] of nn.MultiheadAttention: True, or -inf, on padding."""
         if tensor.dim() != 2:
             raise MaskError(f"a key_padding_mask of shape {tuple(tensor.shape)}", allowed="[B, L]")
-        return self.of_pairs(tensor[:, None, None], hides=True)[0]
+        return _rule(tensor[:, None, None], (0, 0), hides=True)[0]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -86,8 +86,8 @@ def _cut(
     if length != layout.length:
         return args, kwargs
     part = layout.shard(tokens, rank, dim=dim, fill=None)
-    replaced: Callable[[Any], Any] = lambda value: part if value is tokens else value  # noqa: E731
-    return tuple(map(replaced, args)), {key: replaced(value) for key, value in kwargs.items()}
+    named = {key: part if value is tokens else value for key, value in kwargs.items()}
+    return tuple(part if value is tokens else value for value in args), named
 
 
 def _join(context: SequenceContext, name: str, module: nn.Module, args: Any, outputs: Any) -> Any:
