@@ -194,6 +194,22 @@ def _checksum(batch: Mapping[str, Tensor], found: Documents) -> Tensor:
     return torch.stack(sums).sum()
 
 
+def require_one_batch(checksum: Tensor, sequence: Axis) -> None:
+    """Raise LayoutError unless all ranks of a sequence group cut the same batch. A collective call.
+
+    Args:
+        checksum: What the segment says; float64 scalar.
+        sequence: The group.
+    """
+    found = sequence.all_gather(checksum.reshape(1), layer="batch", phase="setup")
+    if (found != found[0]).any():
+        raise LayoutError(
+            "ranks of one sequence group were given different batches",
+            allowed="the same whole sequences on every rank of a sequence group; other ones in other data groups",
+            remedy="seed the data by mesh.get_local_rank('data'), not by rank",
+        )
+
+
 def _axis(mesh: DeviceMesh | None, name: str) -> Axis:
     return Axis.of(mesh, name, Ledger())
 

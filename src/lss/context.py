@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lss.batch import Cut
+from lss.batch import Cut, require_one_batch
+from lss.callers import Caller
 from lss.collectives import Axis
 from lss.compiled import eager
 from lss.errors import LayoutError, ModelError
@@ -19,6 +19,7 @@ from lss.frames import Frames, in_backward
 from lss.layout import Layout, LayoutName, Piece
 from lss.ledger import Ledger
 from lss.segment import Segment, Whole
+from lss.trial import Trial
 
 _ATTRIBUTE = "lss_context"
 _WATCHED = "lss_watched"
@@ -54,6 +55,9 @@ class SequenceContext:
         choices: How each attention layer is computed, in a line for people.
         positions_found: Where the model's code made positions, and how they were made global, for people.
         frames: The modules that are running.
+        trial: What stands in for other ranks while the model's code is tried on a few tokens.
+        tried: What came of that, in training and in evaluation, for people.
+        numbers_tokens: Whether what a place in code makes is a number for each token, as far as that was tried.
     """
 
     sequence: Axis
@@ -81,6 +85,9 @@ class SequenceContext:
     choices: dict[str, str] = field(default_factory=dict)
     positions_found: dict[str, str] = field(default_factory=dict)
     frames: Frames = field(default_factory=Frames)
+    trial: Trial | None = None
+    tried: dict[bool, str] = field(default_factory=dict)
+    numbers_tokens: dict[Caller, bool] = field(default_factory=dict)
 
     def begin(self, given: Segment | Whole | None, num_sequences: int, *, training: bool) -> None:
         """Take up the segment of a batch that enters the model; None is refused where the batch must be cut.
@@ -99,7 +106,7 @@ class SequenceContext:
         self.step = self.num_trained if batch.step is None else batch.step
         self.num_trained += training
         if self.num_calls == 0 and batch.checksum is not None:
-            self._require_one_batch(batch.checksum)
+            require_one_batch(batch.checksum, self.sequence)
         self.num_calls += 1
 
     def _accepted(self, given: Segment | Whole | None) -> Segment | Whole:
@@ -127,16 +134,6 @@ class SequenceContext:
                 remedy="give lss.shard and lss.parallelize the same mesh",
             )
         return given
-
-    def _require_one_batch(self, checksum: Tensor) -> None:
-        """Raise LayoutError unless all ranks of the sequence group cut the same batch; looked at once, at first."""
-        found = self.sequence.all_gather(checksum.reshape(1), layer="batch", phase="setup")
-        if (found != found[0]).any():
-            raise LayoutError(
-                "ranks of one sequence group were given different batches",
-                allowed="the same whole sequences on every rank of a sequence group; other ones in other data groups",
-                remedy="seed the data by mesh.get_local_rank('data'), not by rank",
-            )
 
     def end(self) -> None:
         """The model's call is over: its parts cannot be called apart, as they would take up the wrong segment."""
@@ -173,7 +170,8 @@ class SequenceContext:
 
     def cut_tokens(self, num_sequences: int, length: int) -> Segment:
         """Take up this rank's segment of whole sequences of `length` tokens, on the way into the model's layers."""
-        layout = Layout.named(self.layout_name, length, self.sequence.size)
+        layout = Layout.named(self.layout_name, length, self.trial.num_ranks if self.trial else self.sequence.size)
+        layout = self.trial.layout(layout) if self.trial else layout
         segment = Segment(layout, self.first_sample(num_sequences), self.last.step, num_positions=length)
         self.segment, self.num_sequences = segment, num_sequences
         return segment
@@ -191,14 +189,15 @@ class SequenceContext:
             allowed="lss.average_gradients(model) once a step, after the last backward and before norm and optimizer",
         )
 
-    def chosen(self) -> dict[str, int]:
-        """How attention is computed, for people, and in how many layers."""
-        return dict(Counter(self.choices.values()))
-
     @property
     def layout(self) -> Layout:
         """The layout of the last batch."""
         return self._segment.layout
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has other tokens of the same sequences."""
+        return self.sequence.size == 1 and self.trial is None
 
     @property
     def is_cut(self) -> bool:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss import fully_sharded
-from lss.adapters import positions, torch_nn, transformers
+from lss.adapters import losses, positions, torch_nn, transformers
 from lss.adapters.found import attention_modules
 from lss.adapters.functions import Compiled, Entered, Functions
+from lss.adapters.locality import Locality
 from lss.adapters.rules import Rules
 from lss.adapters.stacks import cut_in_layers, stacks
 from lss.attention import (
@@ -122,7 +123,8 @@ def parallelize(
     sites = count()
     inside = _replace(model, context, schedule, rules, sites)
     functions = Functions(context, schedule, rules, tables)
-    entered, model.forward = Entered(functions), Compiled(model.forward, functions)
+    locality = Locality(model, model.forward, context, functions)
+    entered, model.forward = Entered(functions), Compiled(model.forward, functions, locality)
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(_enter, context, entered, name, _user(model, name)))
         module.register_forward_hook(partial(_leave, context, entered, name), always_call=True)
@@ -264,11 +266,7 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
         and getattr(outputs, "loss", None) is not None
         and not context.has_loss
     ):
-        raise ModelError(
-            "the model works out a loss by code of its own, of sequences that every rank has whole",
-            allowed="F.cross_entropy, squared and absolute errors and binary cross-entropy of logits, of torch",
-            remedy="take the loss of the model's outputs, by lss.losses",
-        )
+        raise losses.of_its_own()
     context.end()
     context.watch(outputs)  # in a compiled model too
     skipped = [site.name for site in inside if site.last_call != context.num_calls]

@@ -38,4 +38,4 @@ def test_a_compiled_model_is_the_same(ranks, dropout):
     for found, ends in ranks.run(steps, 2, True, dropout):
         assert found == pytest.approx(expected, rel=1e-12)
         places = {"ShardedPositions.forward", "DistributedAttention.__call__"}
-        assert set(ends) == places | ({"drop"} if dropout else set())
+        assert set(ends) - {"Locality.require"} == places | ({"drop"} if dropout else set())

@@ -36,7 +36,7 @@ class Mixing(nn.Module):
 
 
 def scores(x: torch.Tensor) -> torch.Tensor:
-    return torch.matmul(x, x.transpose(1, 2)).softmax(-1)
+    return (torch.matmul(x, x.transpose(1, 2)) / x.size(-1)).softmax(-1)
 
 
 def prefixed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,10 @@ MODELS = {
     "a mean over tokens": (lambda: Mixing(lambda model, x: x - x.mean(dim=1, keepdim=True)), "calls mean"),
     "a mean along an axis": (lambda: Mixing(lambda model, x: x - x.mean(axis=1, keepdim=True)), "calls mean"),
     "a mean over all": (lambda: Mixing(lambda model, x: x - x.mean()), "calls mean"),
-    "every other token": (lambda: Mixing(lambda model, x: x + x[:, ::2].repeat(1, 2, 1)[:, :7]), "calls __getitem__"),
+    "every other token": (
+        lambda: Mixing(lambda model, x: x + x[:, ::2].repeat(1, 2, 1)[:, : x.size(1)]),
+        "calls __getitem__",
+    ),
     "the last tokens": (
         lambda: Mixing(lambda model, x: x + x[torch.tensor([0, 1]), torch.tensor([6, 6])][:, None]),
         "calls __getitem__",
@@ -225,9 +228,7 @@ def own_loss(mesh) -> None:
 
 
 IN_LAYERS = {
-    "calls randn_like: other ranks draw other numbers": lambda mesh: lss.parallelize(Noisy(), mesh, cut="layers")(
-        tokens()
-    ),
+    "calls randn_like": lambda mesh: lss.parallelize(Noisy(), mesh, cut="layers")(tokens()),
     "the model works out a loss by code of its own": own_loss,
     "shift_labels=1 with cut='layers'": lambda mesh: lss.shard(
         {"tokens": tokens(), "labels": tokens()}, mesh, shift_labels=1, cut="layers"

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from lss.adapters import losses, mixing, positions
+from lss.adapters import losses, positions
+from lss.adapters.locality import Locality
 from lss.adapters.rules import Rule, Rules, slots
 from lss.attention import Route, Schedule
-from lss.callers import calling_module, is_of_this_package
+from lss.callers import Caller
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.dropout import Site, drop
@@ -27,7 +28,7 @@ from lss.frames import in_backward, number_of
 from lss.masks import Causal, Full
 
 _ALWAYS = {F.scaled_dot_product_attention, F.dropout} | losses.TAKEN
-_TAKEN = _ALWAYS | positions.MADE | mixing.WATCHED
+_TAKEN = _ALWAYS | positions.MADE
 # Makes masks of transformers, which are made of rules instead.
 _MAKES_MASKS = "transformers.masking_utils"
 
@@ -52,23 +53,28 @@ class Functions(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        given = kwargs or {}
+        result = self._called(function, args, kwargs or {})
+        if self.context.trial is not None:
+            self.context.trial.note_call(function.__name__, result)
+        return result
+
+    def _called(self, function: Callable[..., Any], args: Any, given: Any) -> Any:
         if torch.compiler.is_compiling():  # a module of the model is, and the model is not
             wanted = _ALWAYS if self.tables is None else _TAKEN
-            return self.taken(function, args, given, "") if function in wanted else function(*args, **given)
-        if function in _TAKEN and not is_of_this_package(caller := calling_module(sys._getframe(1))):
+            return self.taken(function, args, given, Caller()) if function in wanted else function(*args, **given)
+        if function in _TAKEN and not (caller := Caller.of(sys._getframe(2))).is_this_package:
             return self.taken(function, args, given, caller)
         return function(*args, **given)
 
     @eager
-    def taken(self, function: Callable[..., Any], args: Any, kwargs: Any, caller: str) -> Any:
+    def taken(self, function: Callable[..., Any], args: Any, kwargs: Any, caller: Caller) -> Any:
         """What a function gives over segments.
 
         Args:
             function: Of torch.
             args: What it is given.
             kwargs: The same by name.
-            caller: Name of the module whose code calls it.
+            caller: The place in code that calls it.
         """
         context = self.context
         if function is F.scaled_dot_product_attention:
@@ -78,14 +84,16 @@ class Functions(TorchFunctionMode):
         if function in losses.TAKEN:
             return losses.whole(function, args, kwargs, context)
         works = context.is_running or in_backward()  # else a head is called on what the model gave
-        if works and not context.is_cut and context.sequence.size > 1:
-            mixing.refuse_random(function, args, context)
-        if works and context.is_cut and context.sequence.size > 1 and caller != _MAKES_MASKS:
-            if self.tables is not None and function in positions.MADE:
-                found = positions.made(function, args, kwargs, context, self.tables)
-                if found is not None:
-                    return found
-            mixing.refuse(function, args, kwargs, context)
+        if (
+            works
+            and context.is_cut
+            and not context.is_alone
+            and self.tables is not None
+            and caller.module != _MAKES_MASKS
+        ):
+            found = positions.made(function, args, kwargs, context, self.tables, caller)
+            if found is not None:
+                return found
         return function(*args, **kwargs)
 
     def _attention(
@@ -121,7 +129,7 @@ class Functions(TorchFunctionMode):
         if not context.is_cut:
             return False
         number, own = heads[1].size(2), context.layout.segment_length
-        if context.sequence.size > 1 and (number == own) == (number in context.others):
+        if not context.is_alone and (number == own) == (number in context.others):
             raise ModelError(
                 f"{self._here} attends to {number} keys, of a segment of {own} slots and other tokens, "
                 f"{sorted(context.others)} of them",
@@ -179,14 +187,16 @@ class Compiled:
     Args:
         forward: The model's own.
         mode: What is to be in force.
+        locality: Tries the model's code first.
     """
 
-    def __init__(self, forward: Callable[..., Any], mode: Functions) -> None:
-        self.forward, self.mode = forward, mode
+    def __init__(self, forward: Callable[..., Any], mode: Functions, locality: Locality) -> None:
+        self.forward, self.mode, self.locality = forward, mode, locality
         update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own."""
+        self.locality.require(args, kwargs)
         if self.mode.is_entered:
             return self.forward(*args, **kwargs)
         with _Traced(self.mode):
@@ -205,5 +215,5 @@ class _Traced(TorchFunctionMode):
     ) -> Any:
         given = kwargs or {}
         if function in _ALWAYS or (self.mode.tables is not None and function in _TAKEN):
-            return self.mode.taken(function, args, given, "")
+            return self.mode.taken(function, args, given, Caller())
         return function(*args, **given)

@@ -39,6 +39,8 @@ def whole(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequenc
     if kwargs.get("reduction", "mean") == "none":
         return function(*args, **kwargs)  # type: ignore[no-any-return]
     context.has_loss = True
+    if context.trial is not None:  # a loss is of all ranks
+        return torch.zeros(())
     if function is F.cross_entropy:
         return _cross_entropy(args, kwargs, context)
     reduction = kwargs.get("reduction", "mean")
@@ -73,6 +75,16 @@ def _over_ranks(total: Tensor, number: Tensor | None, context: SequenceContext) 
     number = None if number is None else number.double() / share
     loss: Tensor = _Whole.apply(total / share, number, context)  # type: ignore[no-untyped-call]
     return loss
+
+
+def of_its_own() -> ModelError:
+    """Of a model that works out a loss in another way."""
+    return ModelError(
+        "the model works out a loss by code of its own, of the tokens or sequences that its rank has",
+        allowed="F.cross_entropy, of torch; where layers cut the tokens, squared and absolute errors and binary "
+        "cross-entropy of logits too",
+        remedy="take the loss of the model's outputs, by lss.losses",
+    )
 
 
 class _Whole(torch.autograd.Function):

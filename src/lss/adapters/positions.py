@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv
 
+from lss.callers import Caller
 from lss.context import SequenceContext
 from lss.errors import LayoutError, ModelError
 
@@ -30,9 +31,17 @@ def tables(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 def made(
-    function: Callable[..., Any], args: Any, kwargs: Any, context: SequenceContext, known: tuple[Tensor, ...]
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    context: SequenceContext,
+    known: tuple[Tensor, ...],
+    caller: Caller,
 ) -> Tensor | None:
     """Global positions in the place of 0 to S - 1; None where something else is meant.
+
+    What as many numbers as there are slots stand for, is told by the trial of the model's code, where that came to the
+    place: there they are as many as the tokens of the trial, which nothing else is.
 
     Args:
         function: One of `MADE`.
@@ -40,20 +49,27 @@ def made(
         kwargs: The same by name.
         context: Of the parallelized model, which works on a segment.
         known: Tables.
+        caller: The place in code.
 
     Raises:
         LayoutError: A table is too short.
         ModelError: Positions of the sequences of this batch differ, which numbers in a row cannot say.
     """
+    if context.trial is None and context.numbers_tokens.get(caller) is False:
+        return None
     if function is torch.arange:
-        return _numbers(args, kwargs, context)
-    table, index = args
-    storage = table.untyped_storage().data_ptr()
-    is_known = any(table is other or (storage and other.untyped_storage().data_ptr() == storage) for other in known)
-    return _rows(table, index, context) if is_known else None
+        found = _numbers(args, kwargs, context, caller)
+    else:
+        table, index = args
+        storage = table.untyped_storage().data_ptr()
+        is_known = any(table is other or (storage and other.untyped_storage().data_ptr() == storage) for other in known)
+        found = _rows(table, index, context, caller) if is_known else None
+    if context.trial is not None:
+        context.numbers_tokens[caller] = found is not None or context.numbers_tokens.get(caller, False)
+    return found
 
 
-def _numbers(args: Any, kwargs: Any, context: SequenceContext) -> Tensor | None:
+def _numbers(args: Any, kwargs: Any, context: SequenceContext, caller: Caller) -> Tensor | None:
     """Numbers in a row, as many as the segment has slots."""
     named = dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False)) | kwargs
     start, stop, step = named.get("start", 0), named["end"], named.get("step", 1)
@@ -61,7 +77,7 @@ def _numbers(args: Any, kwargs: Any, context: SequenceContext) -> Tensor | None:
     if (stop - start) / step not in (size, size + 1):
         return None
     if step == 1 and isinstance(start, int) and isinstance(stop, int) and stop - start == size:
-        found = start + _positions(context, kwargs.get("device"), f"torch.arange({start}, {stop})")
+        found = start + _positions(context, kwargs.get("device"), f"torch.arange({start}, {stop})", caller)
         return found.to(kwargs.get("dtype") or torch.int64)
     here = context.frames.innermost or "the model"
     raise ModelError(
@@ -70,7 +86,7 @@ def _numbers(args: Any, kwargs: Any, context: SequenceContext) -> Tensor | None:
     )
 
 
-def _rows(table: Tensor, index: Any, context: SequenceContext) -> Tensor | None:
+def _rows(table: Tensor, index: Any, context: SequenceContext, caller: Caller) -> Tensor | None:
     """As many rows of a table as the segment has slots."""
     parts = index if isinstance(index, tuple) else (index,)
     size, here = context.layout.segment_length, context.frames.innermost or "the model"
@@ -80,7 +96,7 @@ def _rows(table: Tensor, index: Any, context: SequenceContext) -> Tensor | None:
     dim = _dim(table, parts, cut[0])
     start = parts[cut[0]].start or 0
     what = f"a table {tuple(table.shape)}[{start}:{start + size}]"
-    found = start + _positions(context, table.device, what)
+    found = start + _positions(context, table.device, what, caller)
     if start + context.present.num_positions > table.size(dim):
         raise LayoutError(
             f"positions up to {start + context.present.num_positions - 1}, and {what} in {here}",
@@ -105,10 +121,10 @@ def _dim(table: Tensor, parts: tuple[Any, ...], place: int) -> int:
     return table.dim() - len([part for part in parts[place:] if part is not None])
 
 
-def _positions(context: SequenceContext, device: Any, what: str) -> Tensor:
+def _positions(context: SequenceContext, device: Any, what: str, caller: Caller) -> Tensor:
     here = context.frames.innermost or "the model"
     segment = context.present
-    if context.num_sequences == segment.layout.segment_length:
+    if context.num_sequences == segment.layout.segment_length and caller not in context.numbers_tokens:
         raise ModelError(
             f"{what} in {here} may number tokens or sequences: there are {context.num_sequences} of each on this rank",
             allowed="another number of sequences, or of tokens",

@@ -93,6 +93,10 @@ def _cut(
 def _join(context: SequenceContext, name: str, module: nn.Module, args: Any, outputs: Any) -> Any:
     tokens, others = (outputs, ()) if isinstance(outputs, Tensor) else (outputs[0], tuple(outputs[1:]))
     layout, dim = context.layout, context.token_dim
+    if context.trial is not None:
+        context.join_tokens()
+        shape = [layout.length if index == dim else size for index, size in enumerate(tokens.shape)]
+        return tokens.new_zeros(shape) if isinstance(outputs, Tensor) else (tokens.new_zeros(shape), *others)
     if any(isinstance(part, Tensor) and layout.segment_length in part.shape for part in others):
         raise ModelError(f"{name} returns several tensors of tokens", allowed="layers that return hidden states alone")
     by_slot = tokens.transpose(0, dim)  # [S, B, E]

@@ -102,7 +102,7 @@ class SegmentedMultihead:
         context, dim = self.route.context, 1 if self.module.batch_first else 0
         if self.crosses is not None or query is key or not context.is_cut:
             return bool(self.crosses)
-        if key.size(dim) == query.size(dim) and context.cut == "layers" and context.sequence.size > 1:
+        if key.size(dim) == query.size(dim) and context.cut == "layers" and not context.is_alone:
             raise ModelError(
                 f"{self.route.name} may attend to its own tokens or to others: both are {key.size(dim)} on this rank",
                 allowed="the same tensor as query and key, or other tokens of another number",

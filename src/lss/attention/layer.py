@@ -130,6 +130,8 @@ class Route:
                 f"{self.name} has queries, keys and values of {[tuple(t.shape) for t in (query, key, value)]}",
                 allowed="[B, H, S, D], [B, K, S, D] and [B, K, S, any width], H a multiple of K",
             )
+        if self.context.trial is not None:
+            return self.context.trial.attend(query, key, value)
         context, used = self.context, dropout.enter(query.size(0)) if dropout else None
         scene = Scene(*self._seen(mask, query.size(2), key.size(2), of_source=of_source), scale, bias, used)
         source = source or KeyValue(self.schedule.gather == "separate" or key.size(-1) != value.size(-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def _steps(trainer: Trainer, validation: Bytes, metrics: Metrics, progress: Disp
         metrics.write(line)
         progress.advance(*step_text(line, trainer.context.ledger))
         if step == 0:
-            for choice, layers in trainer.context.chosen().items():
+            for choice, layers in Counter(trainer.context.choices.values()).items():
                 progress.say(f"attention: {choice}, in {layers} layers")
         if step + 1 == steps or (every and (step + 1) % every == 0):
             result = trainer.evaluate(validation)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lss.callers import calling_module, is_of_this_package
+from lss.callers import Caller
 
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,7 +28,7 @@ def computing_in(dtype: torch.dtype) -> AbstractContextManager[object]:
 class _Widened(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if is_of_this_package(calling_module(sys._getframe(1))):
+        if Caller.of(sys._getframe(1)).is_this_package:
             return function(*args, **given)
         if function in _CASTS:
             return args[0].double()
