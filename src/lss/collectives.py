@@ -213,8 +213,8 @@ def sum_over(tensor: Tensor, axis: Axis, layer: str) -> Tensor:
     return total
 
 
-def agree(action: Callable[[], T]) -> T:
-    """Run `action` on every rank of the world; if it fails on any, raise the first failure on all of them.
+def agree(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `action` on every rank of a group, or of the world; if it fails on any, raise the first failure on all.
 
     Only errors of `lss` are exchanged. So no rank waits for one that has given up, and all end with one message.
     """
@@ -224,10 +224,10 @@ def agree(action: Callable[[], T]) -> T:
         result = action()
     except LssError as caught:
         failure = caught
-    failures: list[LssError | None] = [failure] * dist.get_world_size()
+    failures: list[LssError | None] = [failure] * dist.get_world_size(group)
     if len(failures) > 1:
         with _named("agreement"):
-            dist.all_gather_object(failures, failure)
+            dist.all_gather_object(failures, failure, group)
     for rank, found in enumerate(failures):
         if found is not None:
             error = found if all(failures) else _of_rank(found, rank)

@@ -59,7 +59,8 @@ class Trial:
     Args:
         rank: Of the sequence group.
         num_ranks: N.
-        tokens: Of the trial, as numbers of slots; those beyond the segment begin again at its start.
+        half: Tokens of half a trial, of which either half has others, if there are as many.
+        tokens: Those that are tried together.
         looks_into: The module of which what each function gives that it calls is noted too.
         seen: Tensors that modules were given or returned, and that attention was given, in order: by the module whose
             code made them, what they are, and how many such there were before.
@@ -68,6 +69,7 @@ class Trial:
 
     rank: int
     num_ranks: int
+    half: int
     tokens: range
     looks_into: str | None = None
     seen: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
@@ -76,7 +78,12 @@ class Trial:
 
     def slots(self, layout: Layout) -> tuple[int, ...]:
         """Those of the rank's segment that are tried."""
-        return tuple(token % max(1, layout.num_tokens(self.rank)) for token in self.tokens)
+        number = max(1, layout.num_tokens(self.rank))
+        middle = min(self.half, number // 2)
+        return tuple(
+            middle + (token - self.half) % (number - middle) if token >= self.half else token % max(1, middle)
+            for token in self.tokens
+        )
 
     def layout(self, layout: Layout) -> TrialLayout:
         """Of the tokens of the trial, in the place of that of whole segments."""

@@ -20,10 +20,12 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from lss.adapters import losses
+from lss.collectives import agree
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.errors import LssError, ModelError
 from lss.frames import Frames
+from lss.fully_sharded import is_cut
 from lss.layout import Layout
 from lss.segment import Segment
 from lss.trial import Trial
@@ -35,6 +37,10 @@ _WITHIN = {torch.float64: 1e-6, torch.float32: 1e-4}
 _WITHIN_16_BIT = 0.1
 
 _LOSS = "a loss"
+
+
+class _StoppedError(Exception):
+    """The model's code raised an error, its cause."""
 
 
 class Locality:
@@ -63,22 +69,25 @@ class Locality:
         context = self.context
         if context.sequence.size == 1 or context.trial is not None or self.model.training in context.tried:
             return
-        context.tried[self.model.training] = "tried on tokens of one rank"
+        agree(partial(self._try, args, kwargs), context.sequence.group)
+
+    def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        context, said = self.context, "tried on tokens of one rank"
         sizes = {size for value in pytree.tree_leaves((args, kwargs)) for size in getattr(value, "shape", ())}
         half = next(number for number in _HALVES if not sizes & {number, 2 * number})
+        found = None
         try:
             found = self._first_difference(half, args, kwargs)
-            if found and found[0] not in context.safe and found[1] != _LOSS:
+            is_refused = found is not None and found[0] not in context.safe
+            if found and is_refused and found[1] != _LOSS and not any(map(is_cut, self.model.parameters())):
                 found = self._first_difference(half, args, kwargs, looks_into=found[0]) or found
-        except Exception as error:  # the model's own; what stops the call too is raised there
-            context.tried[self.model.training] = f"not tried, {type(error).__name__}: {error}"
+        except _StoppedError as stopped:  # what stops the call too is raised there
+            error = stopped.__cause__
+            said = f"not tried, {type(error).__name__}: {error}"
             if context.sequence.rank == 0 and not isinstance(error, LssError):
-                warnings.warn(
-                    f"whether {type(self.model).__name__} keeps tokens alone was {context.tried[self.model.training]}",
-                    stacklevel=2,
-                )
-            return
-        if found and found[0] not in context.safe:
+                warnings.warn(f"whether {type(self.model).__name__} keeps tokens alone was {said}", stacklevel=2)
+        context.tried[self.model.training] = said
+        if found and is_refused:
             raise _refusal(*found)
 
     def _first_difference(
@@ -88,9 +97,8 @@ class Locality:
         tokens = range(2 * half)
         devices = {weight.device for weight in self.model.parameters() if weight.device.type == "cuda"}
         with torch.random.fork_rng(devices):  # each run draws other numbers, and the call to come those that it would
-            whole, *halves = (
-                self._run(part, args, kwargs, looks_into) for part in (tokens, tokens[:half], tokens[half:])
-            )
+            parts = (tokens, tokens[:half], tokens[half:])
+            whole, *halves = (self._run(half, part, args, kwargs, looks_into) for part in parts)
         for place, values in whole.items():
             pair = [part[place] for part in halves if place in part]
             if len(pair) < 2:
@@ -103,11 +111,11 @@ class Locality:
         return None
 
     def _run(
-        self, tokens: range, args: tuple[Any, ...], kwargs: dict[str, Any], looks_into: str | None
+        self, half: int, tokens: range, args: tuple[Any, ...], kwargs: dict[str, Any], looks_into: str | None
     ) -> dict[tuple[str, str, int], Tensor]:
         """What the model's code makes of some tokens."""
         context = self.context
-        trial = Trial(context.sequence.rank, context.sequence.size, tokens, looks_into)
+        trial = Trial(context.sequence.rank, context.sequence.size, half, tokens, looks_into)
         cut = partial(_cut, trial, list(_layouts(context)), context.token_dim)
         args, kwargs = pytree.tree_map(cut, (args, kwargs))
         with ExitStack() as stack:
@@ -115,7 +123,10 @@ class Locality:
                 stack.enter_context(self.mode)
             for around in (_as_it_was(self.model), _in_trial(context, trial), _watched(self.model, trial), _quiet()):
                 stack.enter_context(around)
-            trial.note("returns", self.forward(*args, **kwargs))
+            try:
+                trial.note("returns", self.forward(*args, **kwargs))
+            except Exception as error:
+                raise _StoppedError from error
         return trial.seen
 
 
@@ -232,7 +243,12 @@ def _differ(whole: Tensor, first: Tensor, second: Tensor, half: int) -> bool:
         cut = _by_token(first, dims[0], half, is_outer)[-1], _by_token(second, dims[0], half, is_outer)[0]
         if _equal(_by_token(whole, dims[0], 2 * half, is_outer)[half - 1 : half + 1], torch.stack(cut)):
             return False
-    return True
+    return dims[0] > 0 or not _equal(_in_order(whole), _in_order(torch.cat((first, second))))
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    """Rows by their sums: those of an expert come in the order of the tokens that the rank has."""
+    return rows[rows.flatten(1).double().sum(1).argsort()] if rows.dim() > 1 else rows.sort()[0]
 
 
 def _by_token(values: Tensor, dim: int, number: int, is_outer: bool) -> Tensor:
@@ -244,6 +260,6 @@ def _by_token(values: Tensor, dim: int, number: int, is_outer: bool) -> Tensor:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors [tokens, ...] agree, within a share of the largest value of each token."""
-    a, b = (part.flatten(1).double().nan_to_num(posinf=1e30, neginf=-1e30) for part in (one, other))
+    a, b = (part.reshape(len(part), -1).double().nan_to_num(posinf=1e30, neginf=-1e30) for part in (one, other))
     size = torch.maximum(a.abs(), b.abs()).amax(1)
     return bool(((a - b).abs().amax(1) <= _WITHIN.get(one.dtype, _WITHIN_16_BIT) * size).all())
