@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import lss
 from lss import losses
 from tests.models import assert_same
-from tests.plain import LENGTH, MASKS, SLICES, VOCABULARY, WIDTH, Decoder, Sequences, Translator, padding, tokens
+from tests.plain import LENGTH, MASKS, SLICES, VOCABULARY, WIDTH, Block, Decoder, Sequences, Translator, padding, tokens
 
 
 def made(kind: type, *args: object, **named: object) -> nn.Module:
@@ -287,3 +287,42 @@ def test_keys_may_be_another_tensor_than_queries(ranks):
     for number in (2, 3):
         for found in ranks.run(positioned, number, number):
             assert_same(found, made(Positioned)(tokens()).detach(), "outputs", 1e-9)
+
+
+class Handed(nn.Module):
+    """Hands angles and numbers of tokens to each of its blocks, under names of its own."""
+
+    class Turned(Block):
+        def forward(self, x: torch.Tensor, freqs: torch.Tensor, *, index: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * freqs.cos() + x.roll(1, -1) * freqs.sin() + 0.1 * index[..., None])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(self.Turned() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, index = self.tokens(tokens), torch.arange(tokens.size(1))
+        freqs = index[:, None] / torch.arange(1, WIDTH + 1).double()
+        for block in self.blocks:
+            x = block(x, freqs, index=index.expand_as(tokens))
+        return self.head(x.mean(1))
+
+
+def handed(number: int) -> tuple[float, torch.Tensor, dict]:
+    model = lss.parallelize(made(Handed), lss.init_mesh(number, device="cpu"), cut="layers")
+    found = model(tokens())
+    share = lss.losses.share_of_mean(model, found.square().mean(1))
+    share.backward()
+    lss.average_gradients(model)
+    return lss.context_of(model).sum_over_ranks(share.detach()).item(), found.detach(), gradients(model)
+
+
+def test_what_layers_are_handed_of_each_token_is_cut_too(ranks):
+    model = made(Handed)
+    expected = model(tokens())
+    loss = expected.square().mean()
+    loss.backward()
+    for number in (2, 3):
+        for found in ranks.run(handed, number, number):
+            assert_equal(found, (loss.item(), expected.detach(), gradients(model)))

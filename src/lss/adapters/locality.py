@@ -116,8 +116,10 @@ class Locality:
         """What the model's code makes of some tokens."""
         context = self.context
         trial = Trial(context.sequence.rank, context.sequence.size, half, tokens, looks_into)
-        cut = partial(_cut, trial, list(_layouts(context)), context.token_dim)
-        args, kwargs = pytree.tree_map(cut, (args, kwargs))
+        known = {id(value): value for value in pytree.tree_leaves((args, kwargs))}
+        layouts = list(_layouts(context))
+        cut = {key: _cut(trial, layouts, context.token_dim, value) for key, value in known.items()}
+        args, kwargs = pytree.tree_map(lambda value: cut[id(value)], (args, kwargs))
         with ExitStack() as stack:
             if not any(mode is self.mode for mode in _get_current_function_mode_stack()):
                 stack.enter_context(self.mode)

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lss.collectives import gather
 from lss.context import SequenceContext
@@ -66,7 +68,7 @@ def _is_list(module: nn.Module) -> bool:
 def _cut(
     context: SequenceContext, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The first tensor is the tokens; rotary angles that are handed to each layer are cut too."""
+    """The first tensor is the tokens; what else has a row for each of them is cut too, such as rotary angles."""
     tokens = next((part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)), None)
     if tokens is None or tokens.dim() < 3:
         raise ModelError(
@@ -77,17 +79,34 @@ def _cut(
     if not context.is_cut:
         context.cut_tokens(tokens.size(1 - dim), length)
     layout, rank = context.layout, context.sequence.rank
-    angles = kwargs.get("position_embeddings")
-    if isinstance(angles, tuple) and angles[0].size(-2) == layout.length:
-        parts = tuple(layout.shard(part, rank, dim=part.dim() - 2, fill=None) for part in angles)
-        kwargs = {**kwargs, "position_embeddings": parts}
+
+    known: dict[int, Any] = {}  # what is given twice stays one tensor
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) in known:
+            return known.get(id(value), value)
+        along = dim if value is tokens and length == layout.length else _rows_dim(value, tokens, layout.length)
+        known[id(value)] = value if along is None else layout.shard(value, rank, dim=along, fill=None)
+        return known[id(value)]
+
     others = (part for part in (*args, *kwargs.values()) if isinstance(part, Tensor) and part is not tokens)
-    context.others = frozenset(part.size(dim) for part in others if part.dim() == 3)
-    if length != layout.length:
-        return args, kwargs
-    part = layout.shard(tokens, rank, dim=dim, fill=None)
-    named = {key: part if value is tokens else value for key, value in kwargs.items()}
-    return tuple(part if value is tokens else value for value in args), named
+    context.others = frozenset(part.size(dim) for part in map(cut, others) if part.dim() == 3)
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(cut, (args, kwargs))
+    return found
+
+
+def _rows_dim(value: Tensor, tokens: Tensor, length: int) -> int | None:
+    """The dim along which a tensor that a layer is given beside the tokens has one row for each of them.
+
+    None for whole masks, which attention cuts, and for the tokens of an encoder, as wide as the layer's own.
+    """
+    if value is tokens or value.dim() < 2:
+        return 0 if value.dim() == 1 and len(value) == length and not value.is_floating_point() else None
+    if value.dim() == 2 and value.size(1) == length and value.size(0) != length:
+        is_mask = value.dtype == torch.bool or value.is_floating_point()
+        return None if is_mask else 1  # [B, L]: positions
+    is_source = value.dim() == 3 and value.shape[::2] == tokens.shape[::2]
+    return value.dim() - 2 if value.size(-2) == length != value.size(-1) and not is_source else None
 
 
 def _join(context: SequenceContext, name: str, module: nn.Module, args: Any, outputs: Any) -> Any:
