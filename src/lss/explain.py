@@ -42,7 +42,8 @@ def explain(model: nn.Module, *, cut: Cut | None = None) -> str:
     found = [] if is_parallelized(model) else list(refusals(model, cut=cut))
     parts = {
         "attention": [f"{name}: {_attention(model, name, layer)}" for name, layer in layers.items()],
-        "positions": list(_positions(model)),
+        "tokens apart from attention": list(_tried(model)),
+        "positions": list(_positions(model, cut)),
         "parameters": list(_parameters(model)),
         "dropout": list(_dropout(model)),
         "refused": [str(refusal).replace("\n", " ") for refusal in found] or ["nothing"],
@@ -62,7 +63,14 @@ def _attention(model: nn.Module, name: str, layer: nn.Module) -> str:
     return ", ".join(said)
 
 
-def _positions(model: nn.Module) -> Iterator[str]:
+def _tried(model: nn.Module) -> Iterator[str]:
+    """Whether they stay alone."""
+    if is_parallelized(model):
+        for training, said in context_of(model).tried.items():
+            yield f"in {'training' if training else 'evaluation'}: {said}"
+
+
+def _positions(model: nn.Module, cut: Cut) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, ShardedPositions):
             yield f"{name}: {module.extra_repr()}, those of this rank's segment"
@@ -70,7 +78,7 @@ def _positions(model: nn.Module) -> Iterator[str]:
             yield f"{name}: {module.num_embeddings} rows, to be cut over the ranks"
     if is_parallelized(model):
         yield from (f"{where}: {how}" for where, how in context_of(model).positions_found.items())
-    if is_parallelized(model) and context_of(model).cut == "layers":
+    if cut == "layers":
         yield "of whole sequences, as the model makes them"
     elif transformers.takes_positions(model):
         yield "position_ids: global, from the segment; a learned table stays whole on every rank"
@@ -97,3 +105,5 @@ def _dropout(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout | PositionDropout) and module.p:
             yield f"{name}: rate {module.p}, keyed by position"
+        if isinstance(module, nn.MultiheadAttention) and module.dropout:
+            yield f"{name}: rate {module.dropout} of attention weights, keyed by position"

@@ -72,7 +72,7 @@ class Locality:
         agree(partial(self._try, args, kwargs), context.sequence.group)
 
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        context, said = self.context, "tried on tokens of one rank"
+        context, said = self.context, "alone, as tried on a few tokens"
         sizes = {size for value in pytree.tree_leaves((args, kwargs)) for size in getattr(value, "shape", ())}
         half = next(number for number in _HALVES if not sizes & {number, 2 * number})
         found = None
