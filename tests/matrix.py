@@ -14,7 +14,7 @@ import transformers
 
 Cell = tuple[str, str]
 
-_LANGUAGE = ("GPT-2", "Llama", "Qwen3", "Mistral", "Gemma 3", "gpt-oss", "BERT", "ModernBERT")
+_LANGUAGE = ("GPT-2", "Llama", "Qwen3", "Mistral", "Gemma 3", "gpt-oss", "BERT", "RoBERTa", "ModernBERT")
 _PAIRED = ("T5", "BART", "Whisper")
 _TORCH = ("nn.TransformerEncoder", "nn.Transformer", "nn.MultiheadAttention")
 _OWN = ("own module with scaled_dot_product_attention", "lss.models.GPT")

@@ -39,6 +39,7 @@ MODELS = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},  # else no float64
     ),
     "BERT": ("BertConfig", "BertForMaskedLM", _SHAPE | _NO_DROPOUT),
+    "RoBERTa": ("RobertaConfig", "RobertaForMaskedLM", _SHAPE | _NO_DROPOUT | {"pad_token_id": 1, "bos_token_id": 0}),
     "ModernBERT": (
         "ModernBertConfig",
         "ModernBertForMaskedLM",

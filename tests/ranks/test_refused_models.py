@@ -89,7 +89,7 @@ MODELS = {
     ),
     "a pooler": (lambda: pretrained("BertModel", "BertConfig", **_SMALL), "pooler makes one output"),
     "positions behind a padding row": (
-        lambda: pretrained("RobertaForMaskedLM", "RobertaConfig", **_SMALL),
+        lambda: pretrained("EsmForMaskedLM", "EsmConfig", **_SMALL, pad_token_id=1),
         "position_embeddings counts positions from its padding_idx on",
     ),
     "angles that depend on the length": (

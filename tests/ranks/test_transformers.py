@@ -90,6 +90,9 @@ MISTAKES = {
     "the model was called with past_key_values": lambda mesh: call(mesh, past_key_values=transformers.DynamicCache()),
     "integer labels with shift_labels=None": lambda mesh: lss.shard(batch(), mesh),
     "without a segment": lambda mesh: lss.parallelize(make("Llama"), mesh)(batch()["input_ids"]),
+    "padding tokens 1 that no attention_mask tells of": lambda mesh: lss.parallelize(make("RoBERTa"), mesh)(
+        **lss.shard(batch() | {"input_ids": torch.ones(2, 13, dtype=torch.int64)}, mesh, shift_labels=0)
+    ),
     "a batch of one sequence for an encoder and a decoder": lambda mesh: configured(
         mesh, "T5ForConditionalGeneration", "T5Config", vocab_size=31, d_model=32, d_kv=8, d_ff=48, num_layers=1
     )(**lss.shard(batch(), mesh, shift_labels=0)),

@@ -12,7 +12,7 @@ from functools import partial
 from inspect import signature, unwrap
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lss.adapters import interface
 from lss.attention import Route, Schedule
@@ -112,7 +112,7 @@ def _of_outputs(model: nn.Module, cut: Cut) -> Iterator[ModelError]:
         yield ModelError(given, allowed="other rope_type than dynamic", remedy=_LAYERS)
     tables = [name for name, part in model.named_modules() if "position" in name and hasattr(part, "padding_idx")]
     counted = [name for name in tables if model.get_submodule(name).padding_idx is not None]
-    if cut == "tokens" and counted:
+    if cut == "tokens" and counted and _padding_index(model) is None:
         given = f"{counted[0]} counts positions from its padding_idx on, and leaves padding out"
         yield ModelError(given, allowed="positions that count from 0", remedy=_LAYERS)
     pooling = [name for name, module in model.named_modules() if type(module).__name__.endswith(("Pooler", "Pooling"))]
@@ -122,6 +122,13 @@ def _of_outputs(model: nn.Module, cut: Cut) -> Iterator[ModelError]:
             allowed=f"outputs of single tokens: models named ...{', ...'.join(_TOKEN_HEADS)}",
             remedy=_LAYERS + ", or add_pooling_layer=False where it is not needed",
         )
+
+
+def _padding_index(model: nn.Module) -> int | None:
+    """The row of padding in a positional table, behind which positions begin, in RoBERTa and its kin."""
+    found = (part for part in model.modules() if hasattr(part, "create_position_ids_from_input_ids"))
+    indices = (part.padding_idx for part in found if hasattr(part, "position_embeddings"))
+    return next((int(index) for index in indices if isinstance(index, int)), None)
 
 
 def adapt(model: Any, context: SequenceContext, schedule: Schedule, sites: Iterator[int]) -> None:
@@ -204,8 +211,24 @@ def _arguments(
             "lss.shard",
         )
     if takes_positions(model):
-        positions = context.positions(next(model.parameters()).device)
+        positions, padding = context.positions(next(model.parameters()).device), _padding_index(model)
+        if padding is not None:
+            _refuse_padding(kwargs.get("input_ids"), padding, context)
+            positions = positions + padding + 1
         kwargs["position_ids"] = positions if positions.dim() == 2 else positions.unsqueeze(0)
     if kwargs.get("labels") is not None and shifts_labels(model):
         kwargs["shift_labels"] = kwargs["labels"]
     return args, kwargs
+
+
+def _refuse_padding(tokens: Tensor | None, padding: int, context: SequenceContext) -> None:
+    """Raise ModelError where a model that leaves padding out as it counts would count other positions."""
+    if tokens is None:
+        return
+    real = context.present.real(len(tokens), tokens.device)
+    own = context.layout.shard(real, context.sequence.rank, dim=1, fill=0)
+    if bool(((tokens == padding) & own).any()):
+        raise ModelError(
+            f"padding tokens {padding} that no attention_mask tells of, in a model that does not count them",
+            allowed="padding told to lss.shard by attention_mask",
+        )
