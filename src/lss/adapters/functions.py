@@ -117,26 +117,17 @@ class Functions(TorchFunctionMode):
             rule = self.rules.of_pairs(attn_mask, slots(self.context))
         route = Route(self.context, self.schedule, self._here)
         dropout = self._site(dropout_p) if dropout_p else None
-        of_source = self._of_source(heads)
         attended = route.attend(
-            heads[0], heads[1], heads[2], rule[0], scale=scale, bias=rule[1], dropout=dropout, of_source=of_source
+            heads[0],
+            heads[1],
+            heads[2],
+            rule[0],
+            scale=scale,
+            bias=rule[1],
+            dropout=dropout,
+            of_source=route.is_of_source(heads[1].size(2)),
         )
         return attended if query.dim() == 4 else attended.squeeze(1)
-
-    def _of_source(self, heads: list[Tensor]) -> bool:
-        """Whether keys are those of other tokens: told by their number, as the function is not told."""
-        context = self.context
-        if not context.is_cut:
-            return False
-        number, own = heads[1].size(2), context.layout.segment_length
-        if not context.is_alone and (number == own) == (number in context.others):
-            raise ModelError(
-                f"{self._here} attends to {number} keys, of a segment of {own} slots and other tokens, "
-                f"{sorted(context.others)} of them",
-                allowed="a layer's own tokens, or other ones that it is given, of another number",
-                remedy="pad them by one; tokens that are added to the keys are not taken",
-            )
-        return number != own
 
     def _dropout(self, values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         return drop(values, self._site(p)) if training and p else values

@@ -99,16 +99,9 @@ class SegmentedMultihead:
 
     def _crosses(self, query: Tensor, key: Tensor) -> bool:
         """Whether keys are whole on every rank, those of other tokens."""
-        context, dim = self.route.context, 1 if self.module.batch_first else 0
-        if self.crosses is not None or query is key or not context.is_cut:
+        if self.crosses is not None or query is key:
             return bool(self.crosses)
-        if key.size(dim) == query.size(dim) and context.cut == "layers" and not context.is_alone:
-            raise ModelError(
-                f"{self.route.name} may attend to its own tokens or to others: both are {key.size(dim)} on this rank",
-                allowed="the same tensor as query and key, or other tokens of another number",
-                remedy="pad them by one",
-            )
-        return key.size(dim) != query.size(dim)
+        return self.route.is_of_source(key.size(1 if self.module.batch_first else 0))
 
     def _pairs(self, mask: Tensor | None, is_causal: bool) -> Rule:
         if is_causal or mask is None:

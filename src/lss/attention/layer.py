@@ -141,6 +141,25 @@ class Route:
             context.choices[self.name] = describe(call)
         return attend(*tensors, call, sinks, inputs)
 
+    def is_of_source(self, num_keys: int) -> bool:
+        """Whether keys are those of other tokens than the layer's own: told by their number, where nothing else tells.
+
+        Raises:
+            ModelError: There are as many of either.
+        """
+        context = self.context
+        if not context.is_cut:
+            return False
+        own = context.layout.segment_length
+        if not context.is_alone and (num_keys == own) == (num_keys in context.others):
+            raise ModelError(
+                f"{self.name} attends to {num_keys} keys, of a segment of {own} slots and other tokens, "
+                f"{sorted(context.others)} of them",
+                allowed="a layer's own tokens, or other ones that it is given, of another number",
+                remedy="pad them by one; tokens that are added to the keys are not taken",
+            )
+        return num_keys != own
+
     def require_slots(self, number: int) -> None:
         """Raise LayoutError unless so many tokens are those of the present segment."""
         self.context.pieces(number, self.name)
