@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lss.collectives import Axis
 from lss.context import SequenceContext
+from lss.segment import Segment
 from lss.verification.compare import SMALL, Check, relative_error, rounding_bound
 from lss.verification.outputs import Outputs
 from lss.verification.runs import Run
@@ -37,10 +38,13 @@ def compare(ranks: Run, serial: Run, setting: Setting, context: SequenceContext,
 
 
 def _compare_outputs(ranks: Run, serial: Run, setting: Setting, context: SequenceContext, bound: float) -> list[Check]:
-    rank, rows, layout = context.sequence.rank, setting.rows_of_group(context.data), context.layout
+    rank, rows = context.sequence.rank, setting.rows_of_group(context.data)
     missing, checks = torch.empty(0), []
     for name, whole in serial.outputs.tensors.items():
-        own, real = (layout.shard(part[rows], rank, dim=1, fill=0) for part in (whole, setting.real))
+        own, real = (part[rows] for part in (whole, setting.real))
+        if isinstance(context.target, Segment):
+            layout = context.target.layout
+            own, real = (layout.shard(part, rank, dim=1, fill=0) for part in (own, real))
         error = _error_of_outputs(ranks.outputs.tensors.get(name, missing), own, real)
         checks.append(Check("output", f"{name} in training".lstrip(), error, bound))
     for name, whole in serial.evaluated.tensors.items():
@@ -117,7 +121,7 @@ def _sane(name: str, good: bool, note: str) -> Check:
 
 def bound_of(model: nn.Module, setting: Setting) -> float:
     """Sums are over tokens (weights' gradients, softmax) or features (products), module after module."""
-    tokens = setting.batch["labels"].numel()
+    tokens = max(setting.batch["labels"].numel(), *(part[..., 0].numel() for part in setting.inputs.values()))
     features = max((max(weight.shape, default=1) for weight in model.parameters()), default=1)
     depth = sum(1 for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
     return rounding_bound(setting.dtype, tokens + features) * max(1, depth)

@@ -9,6 +9,7 @@ from functools import partial
 
 from rich.console import Console
 
+from lss.batch import CUTS, Cut
 from lss.collectives import agree
 from lss.command import Job, add_attention, attention_of, write_json
 from lss.config import AttentionConfig, Config, ParallelConfig
@@ -28,6 +29,7 @@ def read_verify(arguments: Sequence[str]) -> Job:
     made.add_argument("--length", type=int, default=0, help="tokens of a sequence, for presets and .toml files")
     made.add_argument("--sequences", type=int, default=1, help="sequences a data group, for presets and .toml files")
     made.add_argument("--shift-labels", type=int, help="as of lss.shard (default: 1 where the model's own loss shifts)")
+    made.add_argument("--cut", choices=CUTS, help="as of lss.parallelize (default: as there)")
     made.add_argument("--steps", type=int, default=2, help="optimizer steps (default 2)")
     made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="cpu", help="where to run (default cpu)")
     made.add_argument("--json", default="", help="a file for the report")
@@ -47,6 +49,7 @@ def read_verify(arguments: Sequence[str]) -> Job:
         parallel=parallel,
         attention=attention_of(given),
         shift_labels=given.shift_labels,
+        cut=given.cut,
         steps=given.steps,
         file=given.json,
     )
@@ -59,6 +62,7 @@ def verify_target(
     parallel: ParallelConfig,
     attention: AttentionConfig,
     shift_labels: int | None,
+    cut: Cut | None,
     steps: int,
     file: str,
 ) -> None:
@@ -78,6 +82,7 @@ def verify_target(
             mesh,
             attention=attention,
             shift_labels=target.shift_labels(model) if shift_labels is None else shift_labels,
+            cut=cut,
             steps=steps,
             progress=status.update,
         )

@@ -18,8 +18,8 @@ class Outputs:
     """What a call of a model gave.
 
     Args:
-        tensors: Those of tokens, [B, S, ...], by name: `logits`, `hidden_states.0`, of a tuple `0`. The name is empty
-            where the model returns one tensor.
+        tensors: Those of tokens, [B, S, ...], or of sequences, [B, ...], by name: `logits`, `hidden_states.0`, of a
+            tuple `0`. The name is empty where the model returns one tensor.
         loss: A scalar: the loss that the model worked out itself; None for none.
         left_out: Names of tensors of another shape, which cannot be compared.
     """
@@ -35,19 +35,20 @@ class Outputs:
         Args:
             returned: A tensor; or a mapping, tuple or list of tensors, of None, of further ones, and of anything else,
                 which is passed over. Of a mapping the loss is `loss`, of a tuple its first scalar.
-            tokens: B and S.
+            tokens: B and S; B alone for all outputs of whole sequences.
             has_labels: Whether the model was given labels, without which no loss is its own.
 
         Raises:
             ModelError: No tensor is one of tokens.
         """
         named = dict(named_tensors(returned))
-        found = {name: part for name, part in named.items() if part.dim() > 1 and part.shape[:2] == tuple(tokens)}
+        of_decoder = (name for name in named if not name.startswith("encoder_"))  # an encoder's are other tokens
+        found = {name: named[name] for name in of_decoder if named[name].shape[: len(tokens)] == tuple(tokens)}
         if not found:
             shapes = ", ".join(f"{name or 'a tensor'} {list(part.shape)}" for name, part in named.items())
             raise ModelError(
                 f"the model returned a {type(returned).__name__} without an output of tokens: {shapes or 'no tensor'}",
-                allowed=f"a tensor [{tokens[0]}, {tokens[1]}, ...], or a mapping or tuple that holds one",
+                allowed=f"a tensor [{', '.join(map(str, tokens))}, ...], or a mapping or tuple that holds one",
             )
         scalars = [name for name, part in named.items() if not part.dim() and part.is_floating_point()]
         own = next((name for name in scalars if has_labels and (name == "loss" or name.isdecimal())), None)

@@ -55,9 +55,9 @@ class Place:
         return kept * (2**16 / (2**16 - levels))
 
     def keep_weights(self, number: int, rate: float, weights: Tensor) -> Tensor:
-        """The same for attention weights [B, H, L, L] of the tokens from `start` on; bits are drawn a block of keys."""
-        rows, heads, length, _ = weights.shape
-        first, stop = self.start // _KEYS, (self.start + length - 1) // _KEYS + 1
+        """The same for attention weights [B, H, L, T], of tokens and keys from `start` on, drawn a block of keys."""
+        rows, heads, length, num_keys = weights.shape
+        first, stop = self.start // _KEYS, (self.start + num_keys - 1) // _KEYS + 1
         keep = torch.zeros(rows, length, (stop - first) * _KEYS, heads, dtype=weights.dtype)
         for row in range(rows):
             for block in range(first, stop):
@@ -65,7 +65,7 @@ class Place:
                 begin = (block - first) * _KEYS
                 keep[row, :, begin : begin + _KEYS] = drawn.view(length, _KEYS, heads)
         begin = self.start - first * _KEYS
-        return keep[:, :, begin : begin + length].permute(0, 3, 1, 2)
+        return keep[:, :, begin : begin + num_keys].permute(0, 3, 1, 2)
 
 
 class SerialDropout(nn.Module):

@@ -115,7 +115,7 @@ def call_over_ranks(
     """
     has_labels = setting.gives_labels(model)
     returned = model(**batch, **({"labels": labels} if has_labels else {}))
-    outputs = Outputs.of(returned, labels.shape[:2], has_labels=has_labels)
+    outputs = Outputs.of(returned, labels.shape[: len(setting.of_tokens)], has_labels=has_labels)
     if outputs.loss is not None:
         return outputs.loss, outputs
     count = count_tokens(model, labels).clamp(min=1)
@@ -141,9 +141,10 @@ def two_lines(
     model: nn.Module, setting: Setting, mesh: DeviceMesh | None
 ) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
     """What users write: the model parallelized, in place, its arguments for this rank's slots, and their labels."""
-    model = parallelize(model, mesh, **asdict(setting.attention))
+    model = parallelize(model, mesh, cut=setting.cut, **asdict(setting.attention))
     whole, documents = setting.of_group(context_of(model).data)
-    batch = shard(whole, mesh, shift_labels=setting.shift_labels, documents=documents, layout=setting.attention.layout)
+    layout, shift = setting.attention.layout, setting.shift_labels
+    batch = shard(whole, mesh, shift_labels=shift, documents=documents, layout=layout, cut=setting.cut)
     labels = batch.pop("labels")
     return model, batch, labels
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from lss.batch import IGNORE_INDEX
+from lss.adapters import transformers
+from lss.batch import IGNORE_INDEX, Cut
 from lss.collectives import Axis
 from lss.config import AttentionConfig
 from lss.errors import LayoutError
@@ -42,6 +43,7 @@ class Setting:
         documents: Lengths of packed documents, a list a sequence; None for none.
         dtype: In which all is computed.
         shift_labels: As of `shard`.
+        cut: As of `parallelize` and `shard`.
     """
 
     batch: dict[str, Tensor]
@@ -51,15 +53,22 @@ class Setting:
     documents: Sequence[Sequence[int]] | None
     dtype: torch.dtype
     shift_labels: int
+    cut: Cut = "tokens"
 
     def __post_init__(self) -> None:
-        wrong = [name for name, part in self.batch.items() if not isinstance(part, Tensor) or part.dim() < 2]
+        dims = 1 if self.cut == "layers" else 2
+        wrong = [name for name, part in self.batch.items() if not isinstance(part, Tensor) or part.dim() < dims]
         if wrong:
             raise LayoutError(f"a batch whose {', '.join(wrong)} cannot be cut", allowed="tensors [B, L, ...]")
         if "labels" not in self.batch or not self.inputs:
             raise LayoutError(
                 f"a batch of {sorted(self.batch)}",
                 allowed="the model's arguments by name, and `labels`",
+            )
+        if self.is_as_given and (self.documents is not None or (self.cut == "layers" and self.shift_labels)):
+            raise LayoutError(
+                "documents or shift_labels, for a batch that the plain model is given as it is",
+                allowed="padding by masks, and labels as the model takes them",
             )
         if self.batch["labels"].is_floating_point() or self.batch["labels"].dtype == torch.bool:
             raise LayoutError(
@@ -69,12 +78,25 @@ class Setting:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The model's arguments."""
-        return {name: part for name, part in self.batch.items() if name not in _TAKEN_IN}
+        taken_in = ("labels",) if self.is_as_given else _TAKEN_IN
+        return {name: part for name, part in self.batch.items() if name not in taken_in}
+
+    @property
+    def is_as_given(self) -> bool:
+        """Whether the plain model is given the batch as it is, masks too: of an encoder and a decoder, or whole."""
+        return self.cut == "layers" or any(name.startswith("decoder_") for name in self.batch)
+
+    @property
+    def of_tokens(self) -> tuple[int, ...]:
+        """B and L, which outputs begin with; B alone where outputs may be of whole sequences."""
+        return tuple(self.batch["labels"].shape[: 1 if self.cut == "layers" else 2])
 
     @cached_property
     def labels(self) -> Tensor:
         """Labels of the token to be predicted [B, L, ...], those of padding ignored."""
         given = self.batch["labels"].long()
+        if self.cut == "layers":
+            return given
         labels = torch.full_like(given, IGNORE_INDEX)
         for row, pieces in enumerate(self.pieces):
             for start, stop in pieces:
@@ -86,7 +108,8 @@ class Setting:
     def pieces(self) -> list[list[tuple[int, int]]]:
         """Slots of the documents of each sequence, found without the rest of this package."""
         num_sequences, length = self.batch["labels"].shape[:2]
-        real = self.batch.get("attention_mask", torch.ones(num_sequences, length))
+        prefix = "decoder_" if self.is_as_given else ""
+        real = self.batch.get(f"{prefix}attention_mask", torch.ones(num_sequences, length))
         starts = self.batch.get("position_ids", torch.ones(num_sequences, length)) == 0
         found = []
         for row in range(num_sequences):
@@ -100,17 +123,28 @@ class Setting:
 
     @cached_property
     def real(self) -> Tensor:
-        """Slots that hold a token and no padding: bool [B, L]."""
+        """Slots that hold a token and no padding: bool [B, L]; bool [B] where outputs may be of whole sequences."""
+        if self.cut == "layers":
+            return torch.ones(self.of_tokens, dtype=torch.bool, device=self.batch["labels"].device)
         real = torch.zeros(self.batch["labels"].shape[:2], dtype=torch.bool, device=self.batch["labels"].device)
         for row, pieces in enumerate(self.pieces):
             for start, stop in pieces:
                 real[row, start:stop] = True
         return real
 
+    def real_of(self, length: int) -> Tensor:
+        """The same for sequences of so many tokens, which may be an encoder's."""
+        if self.real.dim() > 1 and self.real.size(1) == length:
+            return self.real
+        mask = self.batch.get("attention_mask")
+        if mask is not None and mask.shape[1:] == (length,):
+            return mask.bool()
+        return torch.ones(len(self.real), length, dtype=torch.bool, device=self.real.device)
+
     @property
     def is_whole(self) -> bool:
         """Whether every sequence is one document."""
-        return all(pieces == [(0, self.real.size(1))] for pieces in self.pieces)
+        return self.cut == "layers" or all(pieces == [(0, self.real.size(1))] for pieces in self.pieces)
 
     def gives_labels(self, model: nn.Module) -> bool:
         """Whether the model is given labels, to work out its loss itself."""
@@ -125,7 +159,7 @@ class Setting:
             model: The plain model.
             on_piece: Told which sequence and slots come next, where documents are run one by one.
         """
-        if self.is_whole:
+        if self.is_whole or self.is_as_given:
             return self._with_loss(self._call(model, slice(None), slice(None)))
         pieces, numbers = [], []
         for row, spans in enumerate(self.pieces):
@@ -140,6 +174,8 @@ class Setting:
     def _call(self, model: nn.Module, rows: slice, slots: slice) -> Outputs:
         has_labels = self.gives_labels(model)
         wanted = self.inputs | ({"labels": self.batch["labels"]} if has_labels else {})
+        if self.is_as_given:
+            return Outputs.of(model(**wanted), self.of_tokens, has_labels=has_labels)
         given = {name: part[rows, slots] for name, part in wanted.items()}
         shape = self.batch["labels"][rows, slots].shape
         return Outputs.of(model(**given), shape[:2], has_labels=has_labels)
@@ -172,20 +208,25 @@ class Setting:
 
     def title(self, model: str) -> str:
         """What is compared, in a line."""
-        num_sequences, length = self.real.shape
+        num_sequences = len(self.real)
+        of = "cut in the layers" if self.cut == "layers" else f"of {self.real.size(1)} tokens"
         degrees = " x ".join(f"{name} {size}" for name, size in zip(*_named(self.mesh), strict=True))
-        number = sum(len(pieces) for pieces in self.pieces)
-        documents = "" if self.is_whole else f" in {number} documents"
+        number = 0 if self.cut == "layers" else sum(len(pieces) for pieces in self.pieces)
+        documents = "" if self.is_whole or self.is_as_given else f" in {number} documents"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"{model}, {num_sequences} sequence{'s'[: num_sequences > 1]} of {length} tokens{documents}, "
+            f"{model}, {num_sequences} sequence{'s'[: num_sequences > 1]} {of}{documents}, "
             f"{degrees}, gather {self.attention.gather}, {self.attention.layout}, {dtype}"
         )
 
 
 def without_dropout(model: nn.Module) -> tuple[nn.Module, bool]:
-    """A copy with all rates at zero, and whether any was not."""
+    """A copy with all rates at zero, and whether any was not: of modules, and of attention weights."""
     bare, found = copy.deepcopy(model), False
+    for module in transformers.attention_modules(bare).values():
+        rates = [name for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float) and rate]
+        vars(module).update(dict.fromkeys(rates, 0.0))
+        found = found or bool(rates)
     for module in bare.modules():
         if isinstance(module, nn.Dropout) and module.p:
             module.p, found = 0.0, True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lss.context import SequenceContext, context_of
+from lss.context import SequenceContext, context_of, is_parallelized
+from lss.layout import Layout
+from lss.segment import Segment
 from lss.verification.compare import SMALL, relative_error
 from lss.verification.outputs import named_tensors
 from lss.verification.runs import call_over_ranks, two_lines
@@ -32,9 +34,11 @@ class Trace:
     called: set[str] = field(default_factory=set)
     repeated: set[str] = field(default_factory=set)
     place: tuple[int, slice] | None = None
+    context: SequenceContext | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Record every module that is called once."""
+        """Record every module that is called once; a trial of a parallelized model's code is no call."""
+        self.context = context_of(model) if is_parallelized(model) else None
         for name, module in model.named_modules():
             module.register_forward_hook(self._hook(name or type(model).__name__))
 
@@ -45,6 +49,8 @@ class Trace:
 
     def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, args: Any, output: Any) -> None:
+            if self.context is not None and self.context.trial is not None:
+                return
             if name in self.called:  # calls of one module may come in another order over ranks
                 self.repeated.add(name)
                 self.outputs.pop(name, None)
@@ -123,29 +129,43 @@ def _matched(
     serial: Tensor, local: Tensor | None, setting: Setting, context: SequenceContext, is_gradient: bool
 ) -> tuple[Tensor, Tensor] | None:
     """This rank's values and what the serial run has in their place; None where the two cannot be laid together."""
-    layout, rank, rows = context.layout, context.sequence.rank, setting.rows_of_group(context.data)
+    rank, rows = context.sequence.rank, setting.rows_of_group(context.data)
     if local is None or local.dim() != serial.dim():
         return None
-    of_batch = serial.dim() > 2 and serial.size(0) == len(setting.batch["labels"])
+    of_batch = serial.dim() > 1 + (setting.cut == "tokens") and serial.size(0) == len(setting.batch["labels"])
     if is_gradient and not of_batch and context.data.size > 1:
         return None  # shared by all sequences, of which a data group has only its own
     serial = serial[rows] if of_batch else serial
+    if local.shape == serial.shape and not context.is_cut:
+        return None if is_gradient else (local, serial)  # whole on every rank, and its gradient only that rank's part
     if not setting.is_whole and local.size(0) != serial.size(0):
         return None  # one row for all sequences, where documents have rows of their own
-    first = 1 if of_batch else 0
-    dim = next((dim for dim in range(first, serial.dim()) if serial.size(dim) == layout.length), None)
-    if dim is None:
+    dims = range(1 if of_batch else 0, serial.dim())
+    places = ((dim, layout) for dim in dims for layout in _layouts(serial.size(dim), context))
+    dim, layout = next((place for place in places if place[1].length == serial.size(place[0])), (0, None))
+    if layout is None:
         return None
+    known = setting.real_of(layout.length)[rows]
     if context.sequence.size > 1 and local.size(dim) == layout.padded_length:
         # gathered: whole on every rank, and its gradient there only that rank's part
-        return None if is_gradient else _real(local.narrow(dim, 0, layout.length), serial, setting.real[rows], setting)
+        return None if is_gradient else _real(local.narrow(dim, 0, layout.length), serial, known, setting)
     if local.size(dim) != layout.segment_length:
         return None
     own = layout.num_tokens(rank)
-    expected, real = layout.shard(serial, rank, dim=dim, fill=0), layout.shard(setting.real[rows], rank, dim=1, fill=0)
+    expected, real = layout.shard(serial, rank, dim=dim, fill=0), layout.shard(known, rank, dim=1, fill=0)
     return _real(local.narrow(dim, 0, own), expected.narrow(dim, 0, own), real[:, :own], setting)
 
 
+def _layouts(length: int, context: SequenceContext) -> Iterator[Layout]:
+    """By which so many tokens may be cut: as the batch's, as those of an encoder, or in the layers."""
+    batch = context.target
+    while isinstance(batch, Segment):
+        yield batch.layout
+        batch = batch.source
+    if batch is not None:
+        yield Layout.named(context.layout_name, length, context.sequence.size)
+
+
 def _real(local: Tensor, serial: Tensor, real: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
-    """Without the slots of padding, where documents were run one by one; all that was noted then is [B, L, ...]."""
+    """Without the slots of padding; what was noted of documents that were run one by one is [B, L, ...]."""
     return (local, serial) if setting.is_whole else (local[real], serial[real])

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss.adapters import transformers
-from lss.batch import shard
+from lss.batch import Cut, shard
 from lss.collectives import agree, agree_equal
 from lss.config import AttentionConfig
 from lss.context import SequenceContext
 from lss.errors import LayoutError, LssError, ModelError
-from lss.refusals import refusals
+from lss.refusals import default_cut, refusals
 from lss.verification.checks import bound_of, compare, compare_gradients, compare_losses, sanity, worst_of_ranks
 from lss.verification.compare import Check, Report, report
 from lss.verification.precision import computing_in
@@ -39,6 +39,7 @@ def verify(
     loss_sum: LossSum | None = None,
     documents: Sequence[Sequence[int]] | None = None,
     shift_labels: int = 0,
+    cut: Cut | None = None,
     title: str = "",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
@@ -64,6 +65,8 @@ def verify(
             whose forward takes `labels` is given them, and its own loss is taken if it returns one, else cross-entropy.
         documents: Lengths of packed documents, as `shard` takes them.
         shift_labels: As `shard` takes it; by default labels are shifted already.
+        cut: As `parallelize` takes it. In `layers`, and of an encoder and a decoder, the plain model is given the batch
+            as it is: masks too, images, labels of sequences [B].
         title: The report's title.
         progress: Told what is being done.
 
@@ -77,9 +80,10 @@ def verify(
     if steps < 1:
         raise LayoutError(f"steps={steps}", allowed="at least 1")
     whole, attention = _in(torch.float64, batch, mesh), attention or AttentionConfig()
-    setting = Setting(whole, mesh, attention, loss_sum, documents, torch.float64, shift_labels)
+    cut = cut or default_cut(model)
+    setting = Setting(whole, mesh, attention, loss_sum, documents, torch.float64, shift_labels, cut)
     _check(setting)
-    agree(lambda: _refuse(model))
+    agree(lambda: _refuse(model, cut))
     agree_equal("the model", _digest(model), "make it from one seed on every rank, or load one file")
     progress("serial run")
     serial, setting = agree(lambda: _run_serially(model, setting, steps))
@@ -106,9 +110,9 @@ def verify(
     return report(title, checks, names, serial.outputs.left_out)
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse(model: nn.Module, cut: Cut) -> None:
     """Raise what `parallelize` would, before the serial run."""
-    for refusal in refusals(model):
+    for refusal in refusals(model, cut=cut):
         raise refusal
 
 
@@ -136,7 +140,10 @@ def _require_no_functions(context: SequenceContext) -> None:
 
 def _check(setting: Setting) -> None:
     """Raise LayoutError where the batch cannot be cut, or the plain model cannot have its positions."""
-    segment = shard(setting.batch, None, shift_labels=setting.shift_labels, documents=setting.documents)["segment"]
+    shift, documents = setting.shift_labels, setting.documents
+    segment = shard(setting.batch, None, shift_labels=shift, documents=documents, cut=setting.cut)["segment"]
+    if setting.is_as_given:
+        return
     if "position_ids" in setting.batch and (segment.position_ids is not None or not setting.is_whole):
         given = setting.batch["position_ids"]
         first = [given[row, start].item() for row, pieces in enumerate(setting.pieces) for start, _ in pieces]
