@@ -14,7 +14,7 @@ from lss.models import GPT, GPTConfig
 from lss.verification import Report
 from lss.verification.target import Target
 from tests.commands import LSS, run
-from tests.seeded_faults import FAULTS, nothing
+from tests.faults import FAULTS, nothing
 
 LENGTH = 12
 # faults that only show with other degrees, positions or gathers than (sequence 2, data 2, learned, x)

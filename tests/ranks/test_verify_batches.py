@@ -5,13 +5,13 @@ import torch
 from torch import Tensor, nn
 
 import lss
-from lss import masks
 from lss.errors import LayoutError
-from lss.masks import Full
 from lss.verification import Report
+from tests.faults import FAULTS, nothing
+from tests.faults.attention import documents_seen_across
 from tests.ranks.test_verify import LENGTH, target
-from tests.seeded_faults import FAULTS, nothing, replaced
 
+FAULTS_OF_DOCUMENTS = FAULTS | {"documents_seen_across": documents_seen_across}
 TOLD = {
     "lengths": {"documents": [[5, 7], [1, 6]]},
     "right": {"attention_mask": [12, 4]},
@@ -29,13 +29,8 @@ def packed(told: str, positions: str = "learned", fault: str = "nothing") -> Rep
     if "position_ids" in TOLD[told]:
         rows = [torch.cat([torch.arange(size) for size in sizes]) for sizes in TOLD[told]["position_ids"]]
         batch["position_ids"] = torch.stack(rows)
-    with FAULTS[fault]() if fault in FAULTS else seen_across() if fault == "documents_seen_across" else nothing():
+    with FAULTS_OF_DOCUMENTS.get(fault, nothing)():
         return lss.verify(model, batch, mesh, documents=documents, shift_labels=1)
-
-
-def seen_across() -> object:
-    """Attention that knows of no documents."""
-    return replaced(masks, "Documents", lambda documents: lambda spans: Full())
 
 
 def mask(real: int) -> Tensor:

@@ -8,8 +8,8 @@ import lss
 from lss.models import GPT
 from lss.verification import Report
 from tests.commands import LSS, run
+from tests.faults.pretrained import CASES, PRETRAINED_FAULTS, Case
 from tests.pretrained import make, predicts_next, told
-from tests.pretrained_faults import CASES, PRETRAINED_FAULTS, Case
 from tests.ranks.test_transformers import DROPOUT
 from tests.ranks.test_verify import target
 

@@ -1,19 +1,21 @@
 """Faults of models of transformers over ranks, one at a time. Each is a context manager; and what they are shown by."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
-from lss import documents, masks
 from lss.context import SequenceContext, context_of
 from lss.dropout import PositionDropout
-from lss.masks import Full
 from lss.verification import runs
-from tests.seeded_faults import FAULTS, replaced
+from tests.faults.attention import documents_seen_across
+from tests.faults.averaging import scaled
+from tests.faults.loss import labels_shifted_inside_the_segment
+from tests.faults.registry import FAULTS, changed_model, nothing, replaced
+from tests.faults.use import shifted
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,6 @@ class Case:
     forward: str = ""
 
 
-def changed_model(change: Callable[[nn.Module], None], *, before: bool = False) -> AbstractContextManager:
-    """Do something to every model before or after it is parallelized."""
-
-    def wrap(original: Callable) -> Callable:
-        def parallelize(model: nn.Module, *args: object, **kwargs: object) -> nn.Module:
-            if before:
-                change(model)
-            original(model, *args, **kwargs)
-            if not before:
-                change(model)
-            return model
-
-        return parallelize
-
-    return replaced(runs, "parallelize", wrap)
-
-
 def changed_batch(change: Callable[[dict], dict]) -> AbstractContextManager:
     """Change what is given to `lss.shard`."""
 
@@ -59,7 +44,7 @@ def changed_batch(change: Callable[[dict], dict]) -> AbstractContextManager:
     return replaced(runs, "shard", wrap)
 
 
-# Positions and documents
+# Positions, padding and windows
 
 
 def positions_start_anew() -> AbstractContextManager:
@@ -67,10 +52,6 @@ def positions_start_anew() -> AbstractContextManager:
         return torch.arange(self.layout.segment_length, device=device)
 
     return patch.object(SequenceContext, "positions", local)
-
-
-def documents_seen_across() -> AbstractContextManager:
-    return replaced(masks, "Documents", lambda original: lambda spans: Full())
 
 
 def padding_not_said() -> AbstractContextManager:
@@ -88,7 +69,7 @@ def window_off_by_one() -> AbstractContextManager:
 
 
 def labels_not_shifted() -> AbstractContextManager:
-    return replaced(documents, "shift", lambda original: lambda labels, offset, *rest: original(labels, 0, *rest))
+    return shifted(0)
 
 
 def mean_of_the_segment() -> AbstractContextManager:
@@ -101,15 +82,7 @@ def mean_of_the_segment() -> AbstractContextManager:
 
 
 def last_label_of_a_segment_lost() -> AbstractContextManager:
-    def wrap(original: Callable) -> Callable:
-        def shard(*args: object, **kwargs: object) -> dict:
-            batch = original(*args, **kwargs)
-            batch["labels"][:, -1] = -100
-            return batch
-
-        return shard
-
-    return replaced(runs, "shard", wrap)
+    return labels_shifted_inside_the_segment()
 
 
 # Gradients
@@ -136,10 +109,7 @@ def gradient_of_a_rank_lost() -> AbstractContextManager:
 
 
 def tied_gradient_doubled() -> AbstractContextManager:
-    def double(model: nn.Module) -> None:
-        model.get_input_embeddings().weight.grad.mul_(2)
-
-    return before_averaging(double)
+    return before_averaging(scaled(2.0, "transformer.wte.weight"))
 
 
 # Dropout
@@ -158,13 +128,7 @@ def evaluated_in_training() -> AbstractContextManager:
     return changed_model(evaluate)
 
 
-@contextmanager
-def nothing() -> Iterator[None]:
-    """No fault: the control."""
-    yield
-
-
-_OF_THIS_FILE = (
+_MORE = (
     positions_start_anew,
     documents_seen_across,
     padding_not_said,
@@ -178,7 +142,7 @@ _OF_THIS_FILE = (
     evaluated_in_training,
     nothing,
 )
-PRETRAINED_FAULTS: dict[str, Callable] = FAULTS | {function.__name__: function for function in _OF_THIS_FILE}
+PRETRAINED_FAULTS: dict[str, Callable] = FAULTS | {function.__name__: function for function in _MORE}
 CASES = [
     ("positions_start_anew", Case("Llama", "whole", "output", "model.rotary_emb")),
     ("positions_start_anew", Case("GPT-2", "packed", "output", "transformer.drop")),
