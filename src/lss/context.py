@@ -56,7 +56,7 @@ class SequenceContext:
         positions_found: Where the model's code made positions, and how they were made global, for people.
         frames: The modules that are running.
         trial: What stands in for other ranks while the model's code is tried on a few tokens.
-        tried: What came of that, in training and in evaluation, for people.
+        tried: What came of that in each way of calling the model, for people.
         numbers_tokens: Whether what a place in code makes is a number for each token, as far as that was tried.
     """
 
@@ -86,7 +86,7 @@ class SequenceContext:
     positions_found: dict[str, str] = field(default_factory=dict)
     frames: Frames = field(default_factory=Frames)
     trial: Trial | None = None
-    tried: dict[bool, str] = field(default_factory=dict)
+    tried: dict[str, str] = field(default_factory=dict)
     numbers_tokens: dict[Caller, bool] = field(default_factory=dict)
 
     def begin(self, given: Segment | Whole | None, num_sequences: int, *, training: bool) -> None:

@@ -66,8 +66,8 @@ def _attention(model: nn.Module, name: str, layer: nn.Module) -> str:
 def _tried(model: nn.Module) -> Iterator[str]:
     """Whether they stay alone."""
     if is_parallelized(model):
-        for training, said in context_of(model).tried.items():
-            yield f"in {'training' if training else 'evaluation'}: {said}"
+        for way, said in context_of(model).tried.items():
+            yield f"in {way}: {said}"
 
 
 def _positions(model: nn.Module, cut: Cut) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss import fully_sharded
-from lss.adapters import losses, positions, torch_nn, transformers
+from lss.adapters import locality, losses, positions, torch_nn, transformers
 from lss.adapters.found import attention_modules
 from lss.adapters.functions import Compiled, Entered, Functions
 from lss.adapters.locality import Locality
@@ -123,8 +123,8 @@ def parallelize(
     sites = count()
     inside = _replace(model, context, schedule, rules, sites)
     functions = Functions(context, schedule, rules, tables)
-    locality = Locality(model, model.forward, context, functions)
-    entered, model.forward = Entered(functions), Compiled(model.forward, functions, locality)
+    tried = Locality(model, model.forward, context, functions)
+    entered, model.forward = Entered(functions), Compiled(model.forward, functions, tried)
     for name, module in model.named_modules():
         module.register_forward_pre_hook(partial(_enter, context, entered, name, _user(model, name)))
         module.register_forward_hook(partial(_leave, context, entered, name), always_call=True)
@@ -260,12 +260,9 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
             "the model left its layers before the last one",
             allowed="with cut='layers', models that call all of their layers in order",
         )
-    if (
-        context.cut == "layers"
-        and model.training
-        and getattr(outputs, "loss", None) is not None
-        and not context.has_loss
-    ):
+    loss = locality.loss_of(outputs) if model.training else None
+    is_judged = loss is not None and loss.requires_grad and (context.has_loss or context.cut == "layers")
+    if loss is not None and is_judged and not (context.has_loss and losses.is_taken(loss)):
         raise losses.of_its_own()
     context.end()
     context.watch(outputs)  # in a compiled model too

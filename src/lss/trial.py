@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,10 @@ from torch import Tensor
 
 from lss.layout import Layout, Piece
 from lss.segment import Segment, Whole
+
+# The module whose code made something, what it is, and how many such there were before.
+Place = tuple[str, str, int]
+RANDOM = "draws random numbers by"
 
 
 @dataclass(frozen=True)
@@ -59,29 +63,27 @@ class Trial:
     Args:
         rank: Of the sequence group.
         num_ranks: N.
-        half: Tokens of half a trial, of which either half has others, if there are as many.
-        tokens: Those that are tried together.
-        looks_into: The module of which what each function gives that it calls is noted too.
-        seen: Tensors that modules were given or returned, and that attention was given, in order: by the module whose
-            code made them, what they are, and how many such there were before.
+        halves: Tokens of the first half of the trial, and of the second: other ones, if the segment has as many.
+        tokens: Those of both halves that are tried together, as numbers.
+        notes: What the model's code made, in order: a tensor, and how often it had been changed in place.
         running: Names of the modules that are running.
     """
 
     rank: int
     num_ranks: int
-    half: int
+    halves: tuple[int, int]
     tokens: range
-    looks_into: str | None = None
-    seen: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
+    notes: dict[Place, tuple[Tensor, int]] = field(default_factory=dict)
     running: list[str] = field(default_factory=lambda: [""])
     _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _random: list[Tensor] = field(default_factory=lambda: _random_states())
 
     def slots(self, layout: Layout) -> tuple[int, ...]:
         """Those of the rank's segment that are tried."""
-        number = max(1, layout.num_tokens(self.rank))
-        middle = min(self.half, number // 2)
+        number, first = max(1, layout.num_tokens(self.rank)), self.halves[0]
+        middle = first if number >= sum(self.halves) else number // 2
         return tuple(
-            middle + (token - self.half) % (number - middle) if token >= self.half else token % max(1, middle)
+            token % max(1, middle) if token < first else middle + (token - first) % (number - middle)
             for token in self.tokens
         )
 
@@ -96,23 +98,23 @@ class Trial:
         source = None if batch.source is None else self.segment(batch.source)
         return replace(batch, layout=self.layout(batch.layout), source=source)
 
-    def note(self, what: str, values: Any) -> None:
-        """Keep floating tensors of what the running module's code made; of integers what becomes of them tells."""
-        if isinstance(values, Tensor):
-            if not (values.is_floating_point() or values.is_complex()):
-                return
+    def note(self, what: str, values: Any, *, integers: bool = False) -> None:
+        """Keep the tensors of what the running module's code made; of integers what becomes of them tells."""
+        for part in tensors_in(values):
+            if not (part.is_floating_point() or part.is_complex() or integers):
+                continue
             place = (self.running[-1], what)
-            self.seen[(*place, self._counts[place])] = torch.view_as_real(values) if values.is_complex() else values
+            part = torch.view_as_real(part) if part.is_complex() else part
+            self.notes[(*place, self._counts[place])] = part, version_of(part)
             self._counts[place] += 1
-        elif isinstance(values, Mapping):
-            self.note(what, list(values.values()))
-        elif isinstance(values, tuple | list):
-            for value in values:
-                self.note(what, value)
 
     def note_call(self, function: str, result: Any) -> None:
-        """Keep what a function gives, if it is to be looked at."""
-        if self.running[-1] == self.looks_into:
+        """Keep what a function gives; and say so if it has drawn numbers for it, but for a single one."""
+        before, self._random = self._random, _random_states()
+        has_drawn = not all(map(torch.equal, before, self._random))
+        if has_drawn and any(part.numel() > 1 for part in tensors_in(result)):
+            self.note(f"{RANDOM} {function}, which gives", result, integers=True)
+        elif not function.startswith(("empty", "new_empty")):  # which give whatever was there
             self.note(f"calls {function}, which gives", result)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -130,3 +132,31 @@ class Trial:
         if key.size(2) == query.size(2):
             return value.repeat_interleave(query.size(1) // value.size(1), 1)
         return query.mean(-1, keepdim=True).expand(*query.shape[:3], value.size(-1))
+
+    def join(self, tokens: Tensor, length: int, dim: int) -> Tensor:
+        """What stands in for whole sequences behind layers that cut them: the same in all trials."""
+        shape = [length if index == dim else size for index, size in enumerate(tokens.shape)]
+        numbers = torch.Generator(tokens.device).manual_seed(0)
+        return torch.randn(shape, generator=numbers, device=tokens.device).to(tokens.dtype)
+
+
+def _random_states() -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Every tensor in what a function was given or returned."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from tensors_in(list(values.values()))
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from tensors_in(value)
+    elif is_dataclass(values) and not isinstance(values, type):
+        yield from tensors_in([getattr(values, part.name) for part in fields(values)])
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version

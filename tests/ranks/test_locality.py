@@ -1,9 +1,12 @@
 """Code that works on tokens outside attention: refused if it is wrong, however it is written; else let alone."""
 
 import math
+import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,11 +25,14 @@ class Around(nn.Module):
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
         self.blocks = nn.ModuleList([Block()])
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.what, self.calls = what, 0
+        self.what, self.calls, self.kept, self.numbers = what, 0, [], {"calls": 0}
+        self.gate = nn.Parameter(torch.zeros(()))
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.calls += 1
+        self.numbers["calls"] += 1
+        self.kept.append(tokens)
         self.seen += tokens.numel()
         x = self.what(self, self.embed(tokens))
         for block in self.blocks:
@@ -68,8 +74,13 @@ MIXING = {
     "a mean in place": lambda model, x: subtracted(x.clone()),
     "the first of each sequence": lambda model, x: x + swapped(x)[0][:, None],
     "any token": lambda model, x: x * (x > 1).any(1, keepdim=True),
-    "noise": lambda model, x: x + torch.empty_like(x).normal_(),
-    "noise of one's own": lambda model, x: x * torch.ones_like(x).bernoulli_(0.5),
+    "tokens far ahead": lambda model, x: x + torch.cat([torch.zeros(len(x), 16, WIDTH), x], 1)[:, : x.size(1)],
+    "a gate that is shut": lambda model, x: x + model.gate * x.cumsum(1),
+}
+RANDOM = {
+    "normal_": lambda model, x: x + torch.empty_like(x).normal_(),
+    "bernoulli_": lambda model, x: x * torch.ones_like(x).bernoulli_(0.5),
+    "rand": lambda model, x: torch.where(torch.rand(*x.shape[:2], 1) < 1e-9, 0.0, x),
 }
 MISCOUNTING = {
     "evenly spaced": lambda model, x: x + torch.linspace(0, 1, x.size(1))[:, None],
@@ -82,20 +93,20 @@ MISCOUNTING = {
 }
 
 
-def first_call(what: str, cut: str) -> tuple[str, ...]:
+def first_call(what: str) -> str:
     mesh = lss.init_mesh(2, device="cpu")
     torch.manual_seed(0)
-    model = lss.parallelize(Around((MIXING | MISCOUNTING)[what]).double(), mesh, cut=cut)
-    batch = lss.shard({"tokens": tokens()}, mesh, cut=cut)
+    model = lss.parallelize(Around((MIXING | MISCOUNTING | RANDOM)[what]).double(), mesh)
+    batch = lss.shard({"tokens": tokens()}, mesh)
     with pytest.raises(ModelError) as raised:
         model(**batch)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("what", MIXING | MISCOUNTING)
+@pytest.mark.parametrize("what", MIXING | MISCOUNTING | RANDOM)
 def test_what_sees_one_rank_alone_is_refused(ranks, what):
-    for said in ranks.run(first_call, 2, what, "tokens"):
-        assert said.startswith("the model calls")
+    for said in ranks.run(first_call, 2, what):
+        assert said.startswith(f"the model draws random numbers by {what}" if what in RANDOM else "the model calls")
         assert "cut='layers'" in said
 
 
@@ -158,7 +169,8 @@ def over_ranks(what: str, num_sequences: int) -> tuple:
     batch = lss.shard({"tokens": torch.randint(VOCABULARY, (num_sequences, 14))}, mesh)
     torch.manual_seed(2)
     found = lss.unshard(model(**batch), batch["segment"], mesh)
-    return found, model.calls, model.seen.item(), torch.rand(1)
+    kept = [model.calls, model.numbers["calls"], len(model.kept), model.seen.item()]
+    return found, kept, torch.rand(1)
 
 
 @pytest.mark.parametrize("num_sequences", [2, 7, 13])
@@ -170,6 +182,222 @@ def test_what_is_right_is_taken_and_the_trial_leaves_no_trace(ranks, what, num_s
     expected = model(torch.randint(VOCABULARY, (num_sequences, 14)))
     torch.manual_seed(2)
     number = torch.rand(1)
-    for found, calls, seen, drawn in ranks.run(over_ranks, 2, what, num_sequences):
+    for found, kept, drawn in ranks.run(over_ranks, 2, what, num_sequences):
         torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
-        assert (calls, seen, drawn) == (1, num_sequences * 7, number)
+        assert kept == [1, 1, 1, num_sequences * 7]
+        assert drawn == number
+
+
+@dataclass
+class Batch:
+    tokens: Tensor
+
+
+class Unpacked(Around):
+    """Is called with something else than a tensor [B, S]."""
+
+    def forward(self, *given: object, form: str) -> Tensor:
+        tokens = {"dataclass": lambda: given[0].tokens, "channels": lambda: given[0].argmax(1)}.get(
+            form, lambda: given[0]
+        )()
+        length = given[1] if form == "length" else tokens.size(-1)
+        self.form = form
+        x = super().forward(tokens[None] if form == "one sequence" else tokens)
+        return x + torch.arange(length)[:, None]
+
+
+FORMS = {
+    "dataclass": lambda tokens: (Batch(tokens),),
+    "channels": lambda tokens: (F.one_hot(tokens, VOCABULARY).mT,),
+    "length": lambda tokens: (tokens, tokens.size(1)),
+    "one sequence": lambda tokens: (tokens[0],),
+}
+
+
+def in_form(form: str, what: str) -> Tensor | str:
+    mesh = lss.init_mesh(2, device="cpu")
+    torch.manual_seed(0)
+    model = lss.parallelize(Unpacked((RIGHT | MIXING)[what]).double(), mesh)
+    batch = lss.shard({"tokens": tokens()}, mesh)
+    try:
+        found = model(*FORMS[form](batch["tokens"]), form=form, segment=batch["segment"])
+    except ModelError as error:
+        return str(error)
+    return lss.unshard(found, batch["segment"], mesh)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_may_have_any_form(ranks, form):
+    torch.manual_seed(0)
+    model = Unpacked(RIGHT["experts"]).double()
+    expected = model(*FORMS[form](tokens()), form=form).detach()
+    for found in ranks.run(in_form, 2, form, "experts"):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for said in ranks.run(in_form, 2, form, "a norm over tokens"):
+        assert "other values for a token" in said
+
+
+class Scored(Around):
+    """Works out its loss inside."""
+
+    def __init__(self, score: object) -> None:
+        super().__init__(lambda model, x: x)
+        self.score, self.loss = score, nn.CrossEntropyLoss()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> object:
+        return self.score(self, super().forward(tokens), labels)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+OF_ONE_RANK = {
+    "shifted inside": lambda model, y, t: mean_loss(y[:, :-1], t[:, 1:]),
+    "shifted inside, by a module": lambda model, y, t: model.loss(y[:, :-1].flatten(0, 1), t[:, 1:].flatten()),
+    "of a mean": lambda model, y, t: F.cross_entropy(y.mean(1), t[:, 0]),
+    "of the last token": lambda model, y, t: F.cross_entropy(y[:, -1], t[:, -1]),
+    "weighed by a mean": lambda model, y, t: mean_loss(y, t) * (1 + y.square().mean()),
+    "and a term of one rank's tokens": lambda model, y, t: mean_loss(y, t) + 0.01 * y.logsumexp(-1).square().mean(),
+    "and a term of weights": lambda model, y, t: mean_loss(y, t) + 0.01 * model.head.weight.square().mean(),
+    "by code of one's own": lambda model, y, t: -y.log_softmax(-1).gather(-1, t[..., None]).mean(),
+}
+OF_ALL = {
+    "and what is made of it": lambda model, y, t: {"loss": 2 * mean_loss(y, t), "more": mean_loss(y, t).detach().exp()},
+    "and other numbers": lambda model, y, t: {"loss": mean_loss(y, t), "temperature": model.gate},
+    "of a module": lambda model, y, t: {"loss": model.loss(y.flatten(0, 1), t.flatten())},
+}
+
+
+def scored(what: str) -> tuple[float, Tensor] | str:
+    mesh = lss.init_mesh(2, device="cpu")
+    torch.manual_seed(0)
+    model = lss.parallelize(Scored((OF_ONE_RANK | OF_ALL)[what]).double(), mesh)
+    batch = lss.shard({"tokens": tokens(), "labels": tokens(seed=2)}, mesh, shift_labels=0)
+    try:
+        loss = model(**batch)
+    except ModelError as error:
+        return str(error)
+    loss["loss"].backward()
+    lss.average_gradients(model)
+    return loss["loss"].item(), model.head.weight.grad
+
+
+@pytest.mark.parametrize("what", OF_ONE_RANK)
+def test_a_loss_of_one_rank_is_refused(ranks, what):
+    for said in ranks.run(scored, 2, what):
+        assert "other values for a token" in said or "a loss by code of its own" in said
+
+
+@pytest.mark.parametrize("what", OF_ALL)
+def test_a_loss_of_all_ranks_is_taken(ranks, what):
+    torch.manual_seed(0)
+    model = Scored(OF_ALL[what]).double()
+    expected = model(tokens(), tokens(seed=2))["loss"]
+    expected.backward()
+    for loss, gradient in ranks.run(scored, 2, what):
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        torch.testing.assert_close(gradient, model.head.weight.grad, rtol=1e-10, atol=1e-12)
+
+
+class Stacks(Around):
+    """Two stacks of layers; the second, or what is behind it, may do something else with tokens."""
+
+    def __init__(self, inside: bool, what: object) -> None:
+        super().__init__(what)
+        self.inside, self.others = inside, nn.ModuleList([Block()])
+        self.others[0].register_forward_hook(lambda module, args, x: what(self, x) if inside else x)
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        target.mul_(0.5)
+        x = self.embed(tokens) + target
+        for block in (*self.blocks, *self.others):
+            x = block(x)
+        return self.head(x if self.inside else self.what(self, x))
+
+
+BEHIND = {
+    "rolled inside": (True, lambda model, x: x + x.roll(1, 1)),
+    "random behind": (False, lambda model, x: x * (torch.rand_like(x) > 0.5)),
+    "right": (False, lambda model, x: x - x.mean(1, keepdim=True)),
+}
+
+
+def in_stacks(what: str) -> Tensor | str:
+    mesh = lss.init_mesh(2, device="cpu")
+    torch.manual_seed(0)
+    model = lss.parallelize(Stacks(*BEHIND[what]).double(), mesh, cut="layers")
+    try:
+        return model(tokens(), torch.ones(2, 13, WIDTH).double()).detach()
+    except ModelError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("what", BEHIND)
+def test_what_is_behind_a_stack_is_tried_too(ranks, what):
+    torch.manual_seed(0)
+    expected = Stacks(*BEHIND["right"]).double()(tokens(), torch.ones(2, 13, WIDTH).double()).detach()
+    for found in ranks.run(in_stacks, 2, what):
+        if what == "right":
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        else:
+            assert "other values for a token" in found
+
+
+@dataclass
+class Logits:
+    logits: Tensor
+
+
+RETURNED = {
+    "a dataclass": lambda y: Logits(y.cumsum(1)),
+    "integers": lambda y: y.argmax(1),
+    "fewer tokens": lambda y: y[:, 1:],
+}
+
+
+class Returning(Around):
+    def __init__(self, what: object) -> None:
+        super().__init__(lambda model, x: x)
+        self.returned = what
+
+    def forward(self, tokens: Tensor, smooth: bool = False) -> object:
+        y = super().forward(tokens)
+        return y - y.mean(1, keepdim=True) if smooth else self.returned(y)
+
+
+def returned(what: str) -> str:
+    mesh = lss.init_mesh(2, device="cpu")
+    model = lss.parallelize(Returning(RETURNED.get(what, lambda y: y)).double(), mesh)
+    batch = lss.shard({"tokens": tokens()}, mesh)
+    if what == "called otherwise":
+        model(**batch)
+    with pytest.raises(ModelError) as raised:
+        model(**batch, smooth=what == "called otherwise")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", [*RETURNED, "called otherwise"])
+def test_whatever_is_returned_is_looked_at(ranks, what):
+    for said in ranks.run(returned, 2, what):
+        assert "other values for a token" in said
+
+
+def mixtral(implementation: str | None) -> float:
+    mesh = lss.init_mesh(2, device="cpu")
+    torch.manual_seed(0)
+    shape = transformers.MixtralConfig(
+        vocab_size=31, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        num_key_value_heads=2, num_local_experts=8, experts_implementation=implementation,
+    )  # fmt: skip
+    model = lss.parallelize(transformers.MixtralForCausalLM(shape), mesh)
+    batch = {"input_ids": tokens(60), "labels": tokens(60)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        return model(**lss.shard(batch, mesh, shift_labels=1)).loss.item()
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+def test_experts_of_transformers_are_taken(ranks, implementation):
+    for loss in ranks.run(mixtral, 2, implementation):
+        assert 3 < loss < 4

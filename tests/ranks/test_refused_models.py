@@ -133,7 +133,7 @@ MODELS = {
     "a sum up to each token": (lambda: Mixing(lambda model, x: x.cumsum(1)), "calls cumsum"),
     "a mean over tokens": (lambda: Mixing(lambda model, x: x - x.mean(dim=1, keepdim=True)), "calls mean"),
     "a mean along an axis": (lambda: Mixing(lambda model, x: x - x.mean(axis=1, keepdim=True)), "calls mean"),
-    "a mean over all": (lambda: Mixing(lambda model, x: x - x.mean()), "calls mean"),
+    "a mean over all": (lambda: Mixing(lambda model, x: x - x.mean()), "calls sub"),
     "every other token": (
         lambda: Mixing(lambda model, x: x + x[:, ::2].repeat(1, 2, 1)[:, : x.size(1)]),
         "calls __getitem__",
@@ -167,7 +167,7 @@ MODELS = {
         "calls avg_pool1d",
     ),
     "a Fourier transform": (lambda: Mixing(lambda model, x: torch.fft.fft(x, dim=1).real), "calls fft_fft"),
-    "noise": (lambda: Mixing(lambda model, x: x + torch.randn_like(x)), "calls randn_like"),
+    "noise": (lambda: Mixing(lambda model, x: x + torch.randn_like(x)), "draws random numbers by randn_like"),
     "a mask of one segment": (lambda: Mixing(window), "for 13 queries and 13 keys"),
     "a learned mask": (lambda: Mixing(learned), "that needs a gradient"),
     "padding of one segment": (Padded, "an attention_mask of 7 tokens for 13 keys"),
@@ -228,7 +228,7 @@ def own_loss(mesh) -> None:
 
 
 IN_LAYERS = {
-    "calls randn_like": lambda mesh: lss.parallelize(Noisy(), mesh, cut="layers")(tokens()),
+    "draws random numbers by randn_like": lambda mesh: lss.parallelize(Noisy(), mesh, cut="layers")(tokens()),
     "the model works out a loss by code of its own": own_loss,
     "shift_labels=1 with cut='layers'": lambda mesh: lss.shard(
         {"tokens": tokens(), "labels": tokens()}, mesh, shift_labels=1, cut="layers"

@@ -8,9 +8,9 @@ import lss
 from lss.errors import LayoutError
 from lss.verification import Report
 from tests import encoders
+from tests.faults import FAULTS, nothing
 from tests.plain import Sequences, padding, tokens
 from tests.pretrained import build
-from tests.seeded_faults import FAULTS, nothing
 
 RATES = {
     "T5": {"dropout_rate": 0.1},

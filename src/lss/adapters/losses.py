@@ -39,8 +39,9 @@ def whole(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequenc
     if kwargs.get("reduction", "mean") == "none":
         return function(*args, **kwargs)  # type: ignore[no-any-return]
     context.has_loss = True
-    if context.trial is not None:  # a loss is of all ranks
-        return torch.zeros(())
+    if context.trial is not None:
+        context.trial.note(f"gives {function.__name__}", (args, kwargs))
+        return torch.ones(())  # it is of all ranks
     if function is F.cross_entropy:
         return _cross_entropy(args, kwargs, context)
     reduction = kwargs.get("reduction", "mean")
@@ -85,6 +86,20 @@ def of_its_own() -> ModelError:
         "cross-entropy of logits too",
         remedy="take the loss of the model's outputs, by lss.losses",
     )
+
+
+def is_taken(loss: Tensor) -> bool:
+    """Whether gradients go from a loss through losses of `TAKEN` alone: other terms would count once a rank."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or type(node).__name__ == "_WholeBackward":
+            continue
+        if hasattr(node, "variable"):
+            return False
+        seen.add(node)
+        waiting += [other for other, _ in node.next_functions]
+    return True
 
 
 class _Whole(torch.autograd.Function):

@@ -114,8 +114,8 @@ def _join(context: SequenceContext, name: str, module: nn.Module, args: Any, out
     layout, dim = context.layout, context.token_dim
     if context.trial is not None:
         context.join_tokens()
-        shape = [layout.length if index == dim else size for index, size in enumerate(tokens.shape)]
-        return tokens.new_zeros(shape) if isinstance(outputs, Tensor) else (tokens.new_zeros(shape), *others)
+        whole = context.trial.join(tokens, layout.length, dim)
+        return whole if isinstance(outputs, Tensor) else (whole, *others)
     if any(isinstance(part, Tensor) and layout.segment_length in part.shape for part in others):
         raise ModelError(f"{name} returns several tensors of tokens", allowed="layers that return hidden states alone")
     by_slot = tokens.transpose(0, dim)  # [S, B, E]

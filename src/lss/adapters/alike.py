@@ -1,0 +1,80 @@
+"""Whether what a model's code makes of tokens together is what it makes of them in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# By how much of the largest value of a token it may differ.
+_WITHIN = {torch.float64: 1e-6, torch.float32: 1e-4}
+_WITHIN_16_BIT = 0.1
+
+
+def alike(whole: Tensor, first: Tensor, second: Tensor, halves: tuple[int, int], *, may_count: bool) -> bool:
+    """Whether the tensors agree; those that are no values of tokens do.
+
+    Args:
+        whole: Made of all tokens.
+        first: Made in the same place of the first ones.
+        second: Made of the others.
+        halves: Numbers of the tokens of either part.
+        may_count: Whether sums over tokens agree, as numbers of tokens of a kind.
+    """
+    if len({(part.dim(), part.dtype) for part in (whole, first, second)}) > 1:
+        return True
+    dims = [dim for dim, sizes in enumerate(zip(whole.shape, first.shape, second.shape, strict=True)) if _vary(sizes)]
+    if not dims:
+        same = _equal(whole[None], first[None]) and _equal(whole[None], second[None])
+        return same or (may_count and _equal(whole[None], (first + second)[None]))
+    if len(dims) > 1:
+        return True  # of pairs of tokens
+    number, *parts = (part.size(dims[0]) for part in (whole, first, second))
+    if number != sum(parts):
+        return False  # some are left out, or others are among them
+    return _of_tokens(whole, first, second, dims[0], halves) or (dims[0] == 0 and _same_rows(whole, first, second))
+
+
+def _vary(sizes: tuple[int, ...]) -> bool:
+    return len(set(sizes)) > 1
+
+
+def _of_tokens(whole: Tensor, first: Tensor, second: Tensor, dim: int, halves: tuple[int, int]) -> bool:
+    """Whether a dim is that of tokens, perhaps with others outside of it and inside, and they agree."""
+    outer_and_inner = whole.size(dim) // sum(halves)
+    if [part.size(dim) for part in (first, second)] != [outer_and_inner * half for half in halves]:
+        return first.numel() * second.numel() == 0 or dim > 0  # as many as their values say
+    for outer in _divisors(outer_and_inner):
+        pieces = [
+            part.unflatten(dim, (outer, number, -1)).movedim(dim + 1, 0)
+            for part, number in zip((whole, first, second), (sum(halves), *halves), strict=True)
+        ]
+        joined = torch.cat(pieces[1:])
+        # rounding may send a token elsewhere in 16 bits: then those next to the middle tell
+        places = slice(None) if whole.element_size() > 2 else slice(halves[0] - 1, halves[0] + 1)
+        if _equal(pieces[0][places], joined[places]):
+            return True
+    return False
+
+
+def _same_rows(whole: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Whether the rows are the same in any order, as those that an expert is given."""
+    return _equal(_in_order(whole), _in_order(torch.cat((first, second))))
+
+
+def _in_order(rows: Tensor) -> Tensor:
+    return rows[rows.reshape(len(rows), -1).double().sum(1).argsort()] if rows.numel() else rows
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (outer for outer in range(1, number + 1) if number % outer == 0)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors [tokens, ...] agree, within a share of the largest value of each token."""
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    a, b = (part.reshape(len(part), -1).double().nan_to_num(posinf=1e30, neginf=-1e30) for part in (one, other))
+    size = torch.maximum(a.abs(), b.abs()).amax(1)
+    return bool(((a - b).abs().amax(1) <= _WITHIN.get(one.dtype, _WITHIN_16_BIT) * size).all())
