@@ -270,7 +270,8 @@ def _named(what: str) -> Iterator[None]:
         raise RankLostError(
             f"rank {dist.get_rank()}: {what} failed: {str(error).splitlines()[0]}",
             allowed="all ranks alive and in the same step",
-            remedy="look at the first rank that ended: its own message says why",
+            remedy="look at the first rank that ended: its own message says why; and see that all ranks of a sequence "
+            "group call the model, in evaluation too",
         ) from error
 
 

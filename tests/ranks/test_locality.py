@@ -237,69 +237,6 @@ def test_arguments_may_have_any_form(ranks, form):
         assert "other values for a token" in said
 
 
-class Scored(Around):
-    """Works out its loss inside."""
-
-    def __init__(self, score: object) -> None:
-        super().__init__(lambda model, x: x)
-        self.score, self.loss = score, nn.CrossEntropyLoss()
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> object:
-        return self.score(self, super().forward(tokens), labels)
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-OF_ONE_RANK = {
-    "shifted inside": lambda model, y, t: mean_loss(y[:, :-1], t[:, 1:]),
-    "shifted inside, by a module": lambda model, y, t: model.loss(y[:, :-1].flatten(0, 1), t[:, 1:].flatten()),
-    "of a mean": lambda model, y, t: F.cross_entropy(y.mean(1), t[:, 0]),
-    "of the last token": lambda model, y, t: F.cross_entropy(y[:, -1], t[:, -1]),
-    "weighed by a mean": lambda model, y, t: mean_loss(y, t) * (1 + y.square().mean()),
-    "and a term of one rank's tokens": lambda model, y, t: mean_loss(y, t) + 0.01 * y.logsumexp(-1).square().mean(),
-    "and a term of weights": lambda model, y, t: mean_loss(y, t) + 0.01 * model.head.weight.square().mean(),
-    "by code of one's own": lambda model, y, t: -y.log_softmax(-1).gather(-1, t[..., None]).mean(),
-}
-OF_ALL = {
-    "and what is made of it": lambda model, y, t: {"loss": 2 * mean_loss(y, t), "more": mean_loss(y, t).detach().exp()},
-    "and other numbers": lambda model, y, t: {"loss": mean_loss(y, t), "temperature": model.gate},
-    "of a module": lambda model, y, t: {"loss": model.loss(y.flatten(0, 1), t.flatten())},
-}
-
-
-def scored(what: str) -> tuple[float, Tensor] | str:
-    mesh = lss.init_mesh(2, device="cpu")
-    torch.manual_seed(0)
-    model = lss.parallelize(Scored((OF_ONE_RANK | OF_ALL)[what]).double(), mesh)
-    batch = lss.shard({"tokens": tokens(), "labels": tokens(seed=2)}, mesh, shift_labels=0)
-    try:
-        loss = model(**batch)
-    except ModelError as error:
-        return str(error)
-    loss["loss"].backward()
-    lss.average_gradients(model)
-    return loss["loss"].item(), model.head.weight.grad
-
-
-@pytest.mark.parametrize("what", OF_ONE_RANK)
-def test_a_loss_of_one_rank_is_refused(ranks, what):
-    for said in ranks.run(scored, 2, what):
-        assert "other values for a token" in said or "a loss by code of its own" in said
-
-
-@pytest.mark.parametrize("what", OF_ALL)
-def test_a_loss_of_all_ranks_is_taken(ranks, what):
-    torch.manual_seed(0)
-    model = Scored(OF_ALL[what]).double()
-    expected = model(tokens(), tokens(seed=2))["loss"]
-    expected.backward()
-    for loss, gradient in ranks.run(scored, 2, what):
-        assert loss == pytest.approx(expected.item(), rel=1e-12)
-        torch.testing.assert_close(gradient, model.head.weight.grad, rtol=1e-10, atol=1e-12)
-
-
 class Stacks(Around):
     """Two stacks of layers; the second, or what is behind it, may do something else with tokens."""
 

@@ -1,0 +1,81 @@
+"""A model's arguments with a few tokens in the place of a segment's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lss.context import SequenceContext
+from lss.layout import Layout
+from lss.segment import Segment
+from lss.trial import Trial, tensors_in
+
+# Tokens of either half of a trial.
+_HALVES = ((19, 22), (23, 26), (29, 34), (31, 38), (37, 46), (43, 58), (53, 62), (61, 74), (71, 82))
+
+
+def unusual_numbers(model: nn.Module, given: Any) -> tuple[int, int]:
+    """Numbers of tokens that nothing else has: no argument, and no weight, nor a half of one."""
+    tensors = (*tensors_in(given), *model.parameters(), *model.buffers())
+    sizes = {size for tensor in tensors for size in tensor.shape}
+    taken = {number for size in sizes for number in (size, size - 1, size // 2, size // 2 - 1)}
+    return next((halves for halves in _HALVES if not taken & {*halves, sum(halves)}), _HALVES[-1])
+
+
+def layouts_of(context: SequenceContext) -> Iterator[Layout]:
+    """Of the sequences in a model's arguments."""
+    batch = context.target
+    while isinstance(batch, Segment):
+        yield batch.layout
+        batch = batch.source
+
+
+class FewTokens:
+    """Cuts the tokens of a trial out of whatever holds a slot of the segment for each place along a dim.
+
+    Args:
+        trial: The trial.
+        layouts: Of the segments.
+        token_dim: Where tokens are looked for first.
+    """
+
+    def __init__(self, trial: Trial, layouts: list[Layout], token_dim: int) -> None:
+        self.trial, self.layouts, self.token_dim = trial, layouts, token_dim
+        self.known: dict[int, Tensor] = {}  # what is given twice stays one tensor
+        self.has_cut = False
+
+    def __call__(self, value: Any) -> Any:
+        """The same with fewer tokens; tensors are copies, as code may change them in place."""
+        if isinstance(value, Tensor):
+            return self.known.setdefault(id(value), self._of_tensor(value))
+        if isinstance(value, int) and not isinstance(value, bool):
+            return len(self.trial.tokens) if any(value == part.segment_length for part in self.layouts) else value
+        if isinstance(value, Mapping):
+            return _like(value, {name: self(part) for name, part in value.items()})
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self, value))
+        if isinstance(value, tuple | list):
+            return type(value)(map(self, value))
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{part.name: self(getattr(value, part.name)) for part in fields(value) if part.init})
+        return value
+
+    def _of_tensor(self, value: Tensor) -> Tensor:
+        for dim in sorted(range(value.dim()), key=lambda dim: (dim != self.token_dim, dim > 1, dim)):
+            for layout in self.layouts:
+                if value.size(dim) == layout.segment_length:
+                    self.has_cut = True
+                    return value.detach().index_select(dim, torch.tensor(self.trial.slots(layout), device=value.device))
+        return value.detach().clone()
+
+
+def _like(value: Mapping[str, Any], parts: dict[str, Any]) -> Any:
+    """A mapping of the same kind, where it can be made from one."""
+    try:
+        return type(value)(parts)  # type: ignore[call-arg]
+    except TypeError:
+        return parts
