@@ -55,7 +55,8 @@ class Functions(TorchFunctionMode):
     ) -> Any:
         result = self._called(function, args, kwargs or {})
         if self.context.trial is not None:
-            self.context.trial.note_call(function.__name__, result)
+            with torch._C.DisableTorchFunction():
+                self.context.trial.note_call(function.__name__, result)
         return result
 
     def _called(self, function: Callable[..., Any], args: Any, given: Any) -> Any:
