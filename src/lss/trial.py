@@ -67,6 +67,7 @@ class Trial:
         tokens: Those of both halves that are tried together, as numbers.
         notes: What the model's code made, in order: a tensor, and how often it had been changed in place.
         running: Names of the modules that are running.
+        counts: How many notes there are of each kind.
     """
 
     rank: int
@@ -75,7 +76,7 @@ class Trial:
     tokens: range
     notes: dict[Place, tuple[Tensor, int]] = field(default_factory=dict)
     running: list[str] = field(default_factory=lambda: [""])
-    _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     _random: list[Tensor] = field(default_factory=lambda: _random_states())
 
     def slots(self, layout: Layout) -> tuple[int, ...]:
@@ -105,8 +106,8 @@ class Trial:
                 continue
             place = (self.running[-1], what)
             part = torch.view_as_real(part) if part.is_complex() else part
-            self.notes[(*place, self._counts[place])] = part, version_of(part)
-            self._counts[place] += 1
+            self.notes[(*place, self.counts[place])] = part, version_of(part)
+            self.counts[place] += 1
 
     def note_call(self, function: str, result: Any) -> None:
         """Keep what a function gives; and say so if it has drawn numbers for it, but for a single one."""

@@ -31,7 +31,11 @@ def alike(whole: Tensor, first: Tensor, second: Tensor, halves: tuple[int, int],
     if len(dims) > 1:
         return True  # of pairs of tokens
     number, *parts = (part.size(dims[0]) for part in (whole, first, second))
-    if number != sum(parts):
+    for_each, rest = divmod(parts[1] - parts[0], halves[1] - halves[0])
+    besides = parts[0] - for_each * halves[0]
+    if rest or for_each < 1 or number != for_each * sum(halves) + besides:
+        return True  # as many as values say
+    if besides:
         return False  # some are left out, or others are among them
     return _of_tokens(whole, first, second, dims[0], halves) or (dims[0] == 0 and _same_rows(whole, first, second))
 
@@ -42,10 +46,7 @@ def _vary(sizes: tuple[int, ...]) -> bool:
 
 def _of_tokens(whole: Tensor, first: Tensor, second: Tensor, dim: int, halves: tuple[int, int]) -> bool:
     """Whether a dim is that of tokens, perhaps with others outside of it and inside, and they agree."""
-    outer_and_inner = whole.size(dim) // sum(halves)
-    if [part.size(dim) for part in (first, second)] != [outer_and_inner * half for half in halves]:
-        return first.numel() * second.numel() == 0 or dim > 0  # as many as their values say
-    for outer in _divisors(outer_and_inner):
+    for outer in _divisors(whole.size(dim) // sum(halves)):
         pieces = [
             part.unflatten(dim, (outer, number, -1)).movedim(dim + 1, 0)
             for part, number in zip((whole, first, second), (sum(halves), *halves), strict=True)

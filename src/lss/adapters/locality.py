@@ -91,14 +91,15 @@ class Locality:
         whole, *others = (trial.notes for trial in trials)
         with torch._C.DisableTorchFunction():  # the mode that is in force costs time
             for place, note in whole.items():
-                pair = [part[place] for part in others if place in part]
-                kept = all(version_of(values) == version for values, version in (note, *pair))
-                if len(pair) < 2 or not kept or self._passes(place, note[0], pair[0][0], pair[1][0], halves):
-                    continue
-                return None if _is_in(place[0], self.context.safe) else place[:2]
+                if len({trial.counts[place[:2]] for trial in trials}) > 1:
+                    continue  # as often as values say
+                found = (note, *(part[place] for part in others))
+                kept = all(version_of(values) == version for values, version in found)
+                if kept and not self._passes(place, halves, *(values for values, _ in found)):
+                    return None if _is_in(place[0], self.context.safe) else place[:2]
             return ("", _LOSS) if _is_of_one_rank(*results) else None
 
-    def _passes(self, place: Place, whole: Tensor, first: Tensor, second: Tensor, halves: tuple[int, int]) -> bool:
+    def _passes(self, place: Place, halves: tuple[int, int], whole: Tensor, first: Tensor, second: Tensor) -> bool:
         name, what, _ = place
         is_inner = what.startswith("calls") or what.startswith(RANDOM)
         if is_inner and _is_in(name, self.context.safe):
