@@ -102,8 +102,8 @@ class Trial:
     def note(self, what: str, values: Any, *, integers: bool = False) -> None:
         """Keep the tensors of what the running module's code made; of integers what becomes of them tells."""
         for part in tensors_in(values):
-            if not (part.is_floating_point() or part.is_complex() or integers):
-                continue
+            if type(part) is not Tensor or not (part.is_floating_point() or part.is_complex() or integers):
+                continue  # weights are no values of tokens
             place = (self.running[-1], what)
             part = torch.view_as_real(part) if part.is_complex() else part
             self.notes[(*place, self.counts[place])] = part, version_of(part)
@@ -156,6 +156,11 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
     elif is_dataclass(values) and not isinstance(values, type):
         yield from tensors_in([getattr(values, part.name) for part in fields(values)])
+
+
+def is_as_noted(tensor: Tensor, version: int) -> bool:
+    """Whether it has not been changed since, nor its memory freed, as `fully_shard` does with whole weights."""
+    return version_of(tensor) == version and not (tensor.numel() and tensor.untyped_storage().size() == 0)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from lss.collectives import agree
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.errors import ModelError
-from lss.trial import RANDOM, Place, Trial, version_of
+from lss.trial import RANDOM, Place, Trial, is_as_noted
 
 _LOSS = "a loss"
 _ALONE = "alone, as tried on a few tokens"
@@ -94,8 +94,9 @@ class Locality:
                 if len({trial.counts[place[:2]] for trial in trials}) > 1:
                     continue  # as often as values say
                 found = (note, *(part[place] for part in others))
-                kept = all(version_of(values) == version for values, version in found)
-                if kept and not self._passes(place, halves, *(values for values, _ in found)):
+                if all(is_as_noted(*each) for each in found) and not self._passes(
+                    place, halves, *(values for values, _ in found)
+                ):
                     return None if _is_in(place[0], self.context.safe) else place[:2]
             return ("", _LOSS) if _is_of_one_rank(*results) else None
 
