@@ -116,7 +116,12 @@ def tied_gradient_doubled() -> AbstractContextManager:
 
 
 def dropout_not_keyed() -> AbstractContextManager:
-    return patch.object(PositionDropout, "forward", lambda self, x: torch.dropout(x, self.p, self.training))
+    """In the trial of the model's code it drops nothing, else it would be refused there."""
+
+    def dropped(self: PositionDropout, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(x, self.p, self.training and self.site.context.trial is None)
+
+    return patch.object(PositionDropout, "forward", dropped)
 
 
 def evaluated_in_training() -> AbstractContextManager:

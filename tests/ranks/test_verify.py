@@ -147,11 +147,11 @@ from torch import nn
 from lss.models import GPT, GPTConfig
 
 class Wrong(GPT):
-    '''Mixes tokens outside attention, which no segment can know.'''
+    '''Looks at the number of tokens, in a way that a trial on more of them does not see.'''
 
     def forward(self, tokens):
         logits = super().forward(tokens)
-        return logits + logits.reshape(logits.size(0), logits.size(2), logits.size(1)).transpose(1, 2)
+        return logits * (2 if logits.size(1) < 9 else 1)
 
 def make(kind):
     torch.manual_seed(0)
@@ -171,11 +171,19 @@ def rotary():
     class Mixed(GPT):
         def forward(self, tokens):
             logits = super().forward(tokens)
-            return logits + logits.reshape(logits.size(0), logits.size(2), logits.size(1)).transpose(1, 2)
+            return logits * (2 if logits.size(1) < 9 else 1)
     torch.manual_seed(0)
     text = torch.randint(17, (1, 10))
     shape = GPTConfig(16, 1, 2, vocabulary=17, max_length=9, positions="rotary")
     return Mixed(shape), {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+class Mixing(GPT):
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return logits + logits.reshape(logits.size(0), logits.size(2), logits.size(1)).transpose(1, 2)
+
+def mixing():
+    return make(Mixing)
 
 def buffered():
     model, batch = make(GPT)
@@ -205,6 +213,9 @@ def test_the_command_on_a_users_function(tmp_path, monkeypatch):
     done = run(*LSS, "verify", "mine:rotary")
     assert done.returncode == 4
     assert "first module whose output differs: Mixed" in done.stdout
+    done = run(*LSS, "verify", "mine:mixing")
+    assert done.returncode == 2
+    assert "the model calls reshape, which gives other values for a token" in done.stderr
     done = run(*LSS, "verify", "mine:badly_named")
     assert done.returncode == 2
     assert "the plain model cannot be run on the batch: TypeError" in done.stderr

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import lss
-from lss.errors import LayoutError
+from lss.errors import LayoutError, ModelError
 from lss.verification import Report
 from tests.faults import FAULTS, nothing
 from tests.faults.attention import documents_seen_across
@@ -80,6 +80,13 @@ class MixesInEvaluation(nn.LayerNorm):
         return super().forward(x if self.training else x - mixed)
 
 
+class LooksInEvaluation(nn.LayerNorm):
+    """At the number of tokens, in a way that a trial on more of them does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.size(1) < LENGTH and not self.training else 1)
+
+
 def changed(norm: type[nn.LayerNorm], fault: str = "nothing") -> Report:
     mesh = lss.init_mesh(2, device="cpu")
     model, batch = target()
@@ -105,9 +112,20 @@ def test_a_model_that_refuses_float64_is_compared_in_float32(ranks):
 
 
 def test_what_differs_in_evaluation_alone_is_seen(ranks):
-    for report in ranks.run(changed, 2, MixesInEvaluation):
+    for report in ranks.run(changed, 2, LooksInEvaluation):
         failed = {(check.kind, check.name) for check in report.checks if not check.passed}
         assert failed == {("output", "in evaluation, joined"), ("loss", "in evaluation")}
+
+
+def refused() -> str:
+    with pytest.raises(ModelError) as raised:
+        changed(MixesInEvaluation)
+    return str(raised.value)
+
+
+def test_what_mixes_in_evaluation_alone_is_refused(ranks):
+    for said in ranks.run(refused, 2):
+        assert "norm calls" in said
 
 
 def refusals() -> list[str]:

@@ -51,16 +51,16 @@ def test_every_seeded_fault_is_caught_and_named(ranks, fault, case: Case):
 
 
 class Several(GPT):
-    """Returns more than logits, in the form that is asked for; `mixed` looks at other tokens outside attention."""
+    """Returns more than logits, in the form that is asked for; `mixed` looks at the number of tokens."""
 
     form = "mapping"
 
     def forward(self, tokens: Tensor) -> object:
         logits = super().forward(tokens)
-        states = {"squares": (logits**2, [logits > 0]), "pooled": logits.transpose(0, 1)[0]}
+        states = {"squares": (logits**2, [logits > 0]), "pooled": self.tokens.weight[:1]}
         if self.form == "mapping":
             return states | {"logits": logits, "nothing": None}
-        mixed = logits.reshape(logits.size(0), logits.size(2), logits.size(1)).transpose(1, 2)
+        mixed = logits * (3 if logits.size(1) < 9 else 2)  # which a trial on more tokens does not see
         return (logits, mixed if self.form == "mixed" else logits * 2)
 
 
