@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import count
 from typing import Any, cast
@@ -43,9 +44,12 @@ class Place:
     row: int = 0
     start: int = 0
 
-    def keep(self, number: int, rate: float, row: int, length: int, columns: int, block: int = 0) -> Tensor:
+    def keep(
+        self, number: int, rate: float, row: int, length: int, columns: int, block: int = 0, use: int = 0
+    ) -> Tensor:
         """Factor of each value, 0 or 1 / (1 - rate), of `length` tokens from `start` on: float64 [length, columns]."""
-        fields = struct.pack("<5q", 0, self.step, number, self.row + row, block)
+        said = (0, self.step, number, self.row + row, block, *([use] if use else []))
+        fields = struct.pack(f"<{len(said)}q", *said)
         key = np.frombuffer(hashlib.blake2b(fields, digest_size=16).digest(), np.uint64)
         counts = math.ceil(columns / 16)
         stop = self.start + length
@@ -68,20 +72,53 @@ class Place:
         return keep[:, :, begin : begin + num_keys].permute(0, 3, 1, 2)
 
 
+@dataclass
+class Owner:
+    """A module that uses dropout modules.
+
+    Args:
+        name: Of the module.
+        entry: How many times it was entered before in the present call of the model.
+        used: How often each dropout was used since.
+    """
+
+    name: str
+    entry: int = -1
+    used: Counter[str] = field(default_factory=Counter)
+
+    def begin(self, *given: object) -> None:
+        """The model is called."""
+        self.entry = -1
+
+    def enter(self, *given: object) -> None:
+        """The module is."""
+        self.entry += 1
+        self.used.clear()
+
+    def use(self, name: str) -> int:
+        """The key of a use of a dropout: 0 for the first in a call of the model, else of 56 bits."""
+        number = self.used[name]
+        self.used[name] += 1
+        if not number and not self.entry:
+            return 0
+        said = f"{self.name} {self.entry} {name} {number}"
+        return 1 + int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+
+
 class SerialDropout(nn.Module):
     """Takes the place of an `nn.Dropout` in the serial run."""
 
-    def __init__(self, place: Place, number: int, p: float) -> None:
+    def __init__(self, place: Place, number: int, p: float, name: str, owner: Owner) -> None:
         super().__init__()
-        self.place, self.number, self.p = place, number, p
+        self.place, self.number, self.p, self.name, self.owner = place, number, p, name, owner
 
     def forward(self, values: Tensor) -> Tensor:
         """[B, L, F], or [B, F]."""
         if not self.training or not self.p:
             return values
         place = self.place if values.dim() == 3 else replace(self.place, start=0)  # [B, F]: one row, the first
-        length = values.size(1) if values.dim() == 3 else 1
-        keep = [place.keep(self.number, self.p, row, length, values.size(-1)) for row in range(values.size(0))]
+        length, use = values.size(1) if values.dim() == 3 else 1, self.owner.use(self.name)
+        keep = [place.keep(self.number, self.p, row, length, values.size(-1), use=use) for row in range(values.size(0))]
         return values * torch.stack(keep).view(values.shape).to(values.dtype)
 
 
@@ -146,7 +183,8 @@ def with_serial_dropout(model: nn.Module) -> Place:
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, nn.Dropout):
             if id(module) not in replaced:
-                replaced[id(module)] = SerialDropout(place, next(numbers), module.p).train(module.training)
+                made = SerialDropout(place, next(numbers), module.p, name, _owner(model, name))
+                replaced[id(module)] = made.train(module.training)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, replaced[id(module)])
     for name, layer in layers.items():
@@ -156,6 +194,17 @@ def with_serial_dropout(model: nn.Module) -> Place:
         for module in transformers.attention_modules(model).values():
             cast(Any, module).forward = _within(SerialWeights(place, next(numbers)), module.forward)
     return place
+
+
+def _owner(model: nn.Module, name: str) -> Owner:
+    """The nearest module that holds a dropout and is no list, watched."""
+    parent = name.rpartition(".")[0]
+    while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        parent = parent.rpartition(".")[0]
+    owner = Owner(parent)
+    model.register_forward_pre_hook(owner.begin)
+    model.get_submodule(parent).register_forward_pre_hook(owner.enter)
+    return owner
 
 
 def _within(mode: SerialWeights, forward: Callable[..., Any]) -> Callable[..., Any]:
