@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from lss.frames import Frames, in_backward
 from lss.layout import Layout, LayoutName, Piece
 from lss.ledger import Ledger
 from lss.segment import Segment, Whole
-from lss.trial import Trial
+from lss.trial import Trial, tensors_in
 
 _ATTRIBUTE = "lss_context"
 _WATCHED = "lss_watched"
@@ -144,15 +143,10 @@ class SequenceContext:
 
         Other calls may have come between a call and its backward: further micro-batches, or an evaluation.
         """
-        if isinstance(outputs, Tensor):
-            if outputs.requires_grad and not in_backward() and not hasattr(outputs, _WATCHED):
-                setattr(outputs, _WATCHED, True)  # by the module that made it; others may hand it on
-                outputs.register_hook(partial(self._resume, self.last, self.step))
-        elif isinstance(outputs, Mapping):
-            self.watch(tuple(outputs.values()))
-        elif isinstance(outputs, tuple | list):
-            for part in outputs:
-                self.watch(part)
+        for part in tensors_in(outputs):
+            if part.requires_grad and not in_backward() and not hasattr(part, _WATCHED):
+                setattr(part, _WATCHED, True)  # by the module that made it; others may hand it on
+                part.register_hook(partial(self._resume, self.last, self.step))
 
     def _resume(self, segment: Segment | Whole, step: int, gradient: Tensor) -> None:
         self.segment, self.step, self.is_averaged = segment, step, False

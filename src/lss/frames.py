@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from lss.errors import ModelError
 
@@ -107,6 +109,19 @@ class Frames:
                 allowed="recomputation of modules: checkpoint(block, x), not checkpoint(block.forward, x)",
             )
         return next(iter(known))
+
+
+def user_of(model: nn.Module, name: str) -> str:
+    """The module that calls another: the nearest one that holds it and is no list."""
+    parent = name.rpartition(".")[0]
+    while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
+        parent = parent.rpartition(".")[0]
+    return parent
+
+
+def is_within(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module is one of these, or in one of them."""
+    return any(name == other or name.startswith(f"{other}.") for other in modules)
 
 
 def number_of(said: str) -> int:

@@ -34,7 +34,7 @@ from lss.compiled import eager
 from lss.context import SequenceContext, attach
 from lss.dropout import PositionDropout, Site
 from lss.errors import ModelError
-from lss.frames import in_backward
+from lss.frames import in_backward, is_within, user_of
 from lss.gradients import buckets, num_parameters, require_same_parameters
 from lss.layout import Layout, LayoutName
 from lss.ledger import Ledger
@@ -126,7 +126,7 @@ def parallelize(
     tried = Locality(model, model.forward, context, functions)
     entered, model.forward = Entered(functions), Compiled(model.forward, functions, tried)
     for name, module in model.named_modules():
-        module.register_forward_pre_hook(partial(_enter, context, entered, name, _user(model, name)))
+        module.register_forward_pre_hook(partial(_enter, context, entered, name, user_of(model, name)))
         module.register_forward_hook(partial(_leave, context, entered, name), always_call=True)
     model.register_forward_pre_hook(partial(_begin, context), with_kwargs=True)
     for stack in stacks(model, attention_modules(model)):
@@ -181,8 +181,7 @@ def _key_dropout(model: nn.Module, layers: set[str], context: SequenceContext, s
         site = Site(names[0], module.p, next(sites), context)
         _set(model, names, PositionDropout(site).train(module.training))
         parent, _, child = names[0].rpartition(".")
-        within = any(parent == layer or parent.startswith(f"{layer}.") for layer in layers)
-        if within and module.p and not (parent in layers and child == "attention_dropout"):
+        if is_within(parent, layers) and module.p and not (parent in layers and child == "attention_dropout"):
             inside.append(site)
     return inside
 
@@ -222,14 +221,6 @@ def _is_told_positions(model: nn.Module) -> bool:
 def _comes_second(model: nn.Module) -> bool:
     """Whether sequences come second in what its modules are given, [S, B, E]."""
     return any(isinstance(module, nn.MultiheadAttention) and not module.batch_first for module in model.modules())
-
-
-def _user(model: nn.Module, name: str) -> str:
-    """The module that calls another: the nearest one that holds it and is no list."""
-    parent = name.rpartition(".")[0]
-    while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
-        parent = parent.rpartition(".")[0]
-    return parent
 
 
 def _enter(context: SequenceContext, entered: Entered, name: str, user: str, module: nn.Module, args: Any) -> None:

@@ -15,6 +15,7 @@ from lss.batch import Cut
 from lss.bias import is_rule
 from lss.context import is_parallelized
 from lss.errors import ModelError
+from lss.frames import is_within
 from lss.fully_sharded import is_cut
 from lss.models.positions import LearnedPositions
 
@@ -86,7 +87,7 @@ def refusals(model: nn.Module, *, cut: Cut = "tokens", safe: Sequence[str] = ())
         yield from _of_layer(name, layer)
     whole = _whole(model, attention, cut)
     for name, module in names.items():
-        if not any(name == other or name.startswith(f"{other}.") for other in safe):
+        if not is_within(name, safe):
             yield from _of_module(name, module, is_cut=name not in whole)
     if is_pretrained:
         yield from transformers.refusals(model, cut)

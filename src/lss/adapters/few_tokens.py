@@ -51,7 +51,9 @@ class FewTokens:
     def __call__(self, value: Any) -> Any:
         """The same with fewer tokens; tensors are copies, as code may change them in place."""
         if isinstance(value, Tensor):
-            return self.known.setdefault(id(value), self._of_tensor(value))
+            if id(value) not in self.known:
+                self.known[id(value)] = self._of_tensor(value)
+            return self.known[id(value)]
         if isinstance(value, int) and not isinstance(value, bool):
             return len(self.trial.tokens) if any(value == part.segment_length for part in self.layouts) else value
         if isinstance(value, Mapping):
@@ -75,7 +77,8 @@ class FewTokens:
 
 def _like(value: Mapping[str, Any], parts: dict[str, Any]) -> Any:
     """A mapping of the same kind, where it can be made from one."""
+    kind: Any = type(value)
     try:
-        return type(value)(parts)  # type: ignore[call-arg]
+        return kind(parts)
     except TypeError:
         return parts

@@ -53,19 +53,18 @@ class Functions(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = self._called(function, args, kwargs or {})
+        given = kwargs or {}
+        if torch.compiler.is_compiling():  # a module of the model is, and the model is not
+            wanted = _ALWAYS if self.tables is None else _TAKEN
+            return self.taken(function, args, given, Caller()) if function in wanted else function(*args, **given)
+        if function in _TAKEN and not (caller := Caller.of(sys._getframe(1))).is_this_package:
+            result = self.taken(function, args, given, caller)
+        else:
+            result = function(*args, **given)
         if self.context.trial is not None:
             with torch._C.DisableTorchFunction():
                 self.context.trial.note_call(function.__name__, result)
         return result
-
-    def _called(self, function: Callable[..., Any], args: Any, given: Any) -> Any:
-        if torch.compiler.is_compiling():  # a module of the model is, and the model is not
-            wanted = _ALWAYS if self.tables is None else _TAKEN
-            return self.taken(function, args, given, Caller()) if function in wanted else function(*args, **given)
-        if function in _TAKEN and not (caller := Caller.of(sys._getframe(2))).is_this_package:
-            return self.taken(function, args, given, caller)
-        return function(*args, **given)
 
     @eager
     def taken(self, function: Callable[..., Any], args: Any, kwargs: Any, caller: Caller) -> Any:

@@ -23,6 +23,7 @@ from lss.collectives import agree
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.errors import ModelError
+from lss.frames import is_within
 from lss.trial import RANDOM, Place, Trial, is_as_noted
 
 _LOSS = "a loss"
@@ -62,14 +63,14 @@ class Locality:
         way = _way(self.model.training, args, kwargs)
         if way in context.tried or any(layout.segment_length < 2 for layout in layouts_of(context)):
             return
-        attempt = partial(self._try, way, args, kwargs)
+        attempt = partial(self._try, args, kwargs)
         # later ways may be those of one rank, which must not wait for others
         context.tried[way] = agree(attempt, context.sequence.group) if context.num_calls == 1 else attempt()
         if context.tried[way] != _ALONE and context.sequence.rank == 0:
             name = type(self.model).__name__
             warnings.warn(f"whether {name} keeps tokens alone was {context.tried[way]}", stacklevel=2)
 
-    def _try(self, way: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What came of it, for people."""
         context, numbers_tokens = self.context, dict(self.context.numbers_tokens)
         try:
@@ -97,19 +98,19 @@ class Locality:
                 if all(is_as_noted(*each) for each in found) and not self._passes(
                     place, halves, *(values for values, _ in found)
                 ):
-                    return None if _is_in(place[0], self.context.safe) else place[:2]
+                    return None if is_within(place[0], self.context.safe) else place[:2]
             return ("", _LOSS) if _is_of_one_rank(*results) else None
 
     def _passes(self, place: Place, halves: tuple[int, int], whole: Tensor, first: Tensor, second: Tensor) -> bool:
         name, what, _ = place
-        is_inner = what.startswith("calls") or what.startswith(RANDOM)
-        if is_inner and _is_in(name, self.context.safe):
+        is_random, is_call = what.startswith(RANDOM), what.startswith("calls")
+        if (is_random or is_call) and is_within(name, self.context.safe):
             return True  # of a module that is declared safe what it returns tells
-        if what.startswith(RANDOM):
+        if is_random:
             return False
-        if what.startswith("calls") and not whole.dim():
+        if is_call and not whole.dim():
             return True
-        return alike(whole, first, second, halves, may_count=what.startswith("calls"))
+        return alike(whole, first, second, halves, may_count=is_call)
 
     def _run(
         self, halves: tuple[int, int], tokens: range, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -140,10 +141,6 @@ def _refusal(name: str, what: str) -> ModelError:
         "torch.arange(S) or by the first S rows of a table",
         remedy=f"lss.parallelize(model, mesh, cut='layers'), or safe=[{name!r}] if it is right all the same",
     )
-
-
-def _is_in(name: str, safe: tuple[str, ...]) -> bool:
-    return any(name == other or name.startswith(f"{other}.") for other in safe)
 
 
 def _is_of_one_rank(whole: Any, first: Any, second: Any) -> bool:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from lss.adapters import transformers
 from lss.attention import attention_layers, mask_of
+from lss.frames import user_of
 from lss.parallelize import attention_dropout
 
 _KEYS = 64  # keys of a block of attention weights
@@ -198,12 +199,9 @@ def with_serial_dropout(model: nn.Module) -> Place:
 
 def _owner(model: nn.Module, name: str) -> Owner:
     """The nearest module that holds a dropout and is no list, watched."""
-    parent = name.rpartition(".")[0]
-    while parent and isinstance(model.get_submodule(parent), nn.ModuleList | nn.ModuleDict):
-        parent = parent.rpartition(".")[0]
-    owner = Owner(parent)
+    owner = Owner(user_of(model, name))
     model.register_forward_pre_hook(owner.begin)
-    model.get_submodule(parent).register_forward_pre_hook(owner.enter)
+    model.get_submodule(owner.name).register_forward_pre_hook(owner.enter)
     return owner
 
 
