@@ -1,15 +1,19 @@
 """Shared fixtures."""
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
+from lss.cli import main
 from lss.testing import RankPool
 from tests.matrix import Matrix
 
+PRELOADED = ["lss.cli", "transformers.models.gpt2.modeling_gpt2", "peft"]
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -31,8 +35,26 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four processes that any test may run a function on."""
-    with RankPool(4) as pool:
+    with RankPool(4, preload=PRELOADED) as pool:
         yield pool
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command `lss` in this process, which has imported torch already; ranks are processes."""
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        given = [str(word) for word in words]
+        capfd.readouterr()
+        try:
+            code = main(given)
+        except SystemExit as ended:  # by argparse
+            code = ended.code
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return subprocess.CompletedProcess(given, code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,13 +62,29 @@ def _start(entry: Callable[..., int], num_ranks: int, store: str, args: tuple[An
     ranks = []
     for rank in range(num_ranks):
         world = World("lss", rank, num_ranks, rank, num_ranks, store)
-        process = context.Process(target=_run, args=(entry, world, num_threads, args), name=f"rank {rank}")
+        process = context.Process(target=_run, args=(_Outputs(), entry, world, num_threads, args), name=f"rank {rank}")
         process.start()
         ranks.append(process)
     return ranks
 
 
-def _run(entry: Callable[..., int], world: World, num_threads: int, args: tuple[Any, ...]) -> None:
+class _Outputs:
+    """Where this process prints to: a fork server that has run before may print elsewhere."""
+
+    def __init__(self, *duplicates: Any) -> None:
+        self.duplicates = duplicates
+
+    def __reduce__(self) -> tuple[type[_Outputs], tuple[Any, ...]]:
+        return _Outputs, (DupFd(1), DupFd(2))
+
+    def take(self) -> None:
+        """Print there too."""
+        for descriptor, duplicate in enumerate(self.duplicates, 1):
+            os.dup2(duplicate.detach(), descriptor)
+
+
+def _run(outputs: _Outputs, entry: Callable[..., int], world: World, num_threads: int, args: tuple[Any, ...]) -> None:
+    outputs.take()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too and ends the ranks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(num_threads)

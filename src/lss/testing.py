@@ -6,7 +6,7 @@ import multiprocessing
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -29,14 +29,15 @@ class RankPool:
 
     Args:
         size: The largest number of ranks of a call.
+        preload: Modules that are imported once for all of them, unless this process has started others before.
 
     Example:
         `with RankPool(4) as pool: results = pool.run(function, 3, argument)` calls `function(argument)` on ranks
         0, 1, 2 of a fresh process group and returns what each returned. Functions must belong to a module.
     """
 
-    def __init__(self, size: int = 4) -> None:
-        self.size = size
+    def __init__(self, size: int = 4, preload: Sequence[str] = ()) -> None:
+        self.size, self.preload = size, preload
         self._workers: list[tuple[ForkServerProcess, Connection]] = []
 
     def run(self, function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -76,7 +77,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lss.testing", "torch._dynamo"])
+        context.set_forkserver_preload(["lss.testing", "torch._dynamo", *self.preload])
         while len(self._workers) < self.size:
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there,), daemon=True)

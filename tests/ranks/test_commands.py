@@ -104,9 +104,9 @@ def test_weights_are_those_of_the_plain_model(serial, text, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "length"), [([], 40), (["--parallel.sequence", "3"], 40), (["--data.length", "17"], 17)]
 )
-def test_eval_is_the_loss_of_the_plain_model(serial, text, flags, length):
+def test_eval_is_the_loss_of_the_plain_model(command, serial, text, flags, length):
     folder, _ = serial
-    done = run(*LSS, "eval", folder, *flags)
+    done = command("eval", folder, *flags)
     assert done.returncode == 0, done.stderr
     shape = PRESETS["gpt-tiny"]
     model = GPT(type(shape)(shape.width, shape.layers, shape.heads, max_length=40)).double()
@@ -123,19 +123,19 @@ def test_eval_is_the_loss_of_the_plain_model(serial, text, flags, length):
     assert f"over {len(tokens) - 1:,} bytes" in done.stdout
 
 
-def test_eval_beyond_a_learned_table_is_refused(serial):
-    done = run(*LSS, "eval", serial[0], "--data.length", "41")
+def test_eval_beyond_a_learned_table_is_refused(command, serial):
+    done = command("eval", serial[0], "--data.length", "41")
     assert done.returncode == 2
     assert "at most 40" in done.stderr
 
 
-def test_tied_weights_and_rotary_positions_are_saved_and_evaluated(text, tmp_path):
+def test_tied_weights_and_rotary_positions_are_saved_and_evaluated(command, text, tmp_path):
     flags = ["--model.tie_weights", "true", "--model.positions", "rotary", "--model.key_value_heads", "2"]
     lines = train(tmp_path / "run", "--data.source", text, "--parallel.sequence", "2", *flags)
-    done = run(*LSS, "eval", tmp_path / "run", "--split", "validation", "--data.length", "40", "--sequences", "3")
+    done = command("eval", tmp_path / "run", "--split", "validation", "--data.length", "40", "--sequences", "3")
     assert done.returncode == 0, done.stderr
     assert f"validation: {lines[-1]['eval_bits_per_byte']:.4f} bits/byte" in done.stdout
-    assert run(*LSS, "eval", tmp_path / "run", "--data.length", "64").returncode == 0
+    assert command("eval", tmp_path / "run", "--data.length", "64").returncode == 0
 
 
 def test_bf16_and_tensorboard(text, tmp_path):
@@ -145,10 +145,10 @@ def test_bf16_and_tensorboard(text, tmp_path):
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))
 
 
-def test_attention_dropout_is_the_same_at_every_degree_and_says_which_kernel_it_takes(text, tmp_path):
+def test_attention_dropout_is_the_same_at_every_degree_and_says_which_kernel_it_takes(command, text, tmp_path):
     flags = ["--data.source", text, "--train.attention_dropout", "0.2", "--train.precision", "fp64"]
     reference = train(tmp_path / "serial", *flags)
-    done = run(*LSS, "train", *SMALL, *flags, "--parallel.sequence", "3", "--run.folder", tmp_path / "run")
+    done = command("train", *SMALL, *flags, "--parallel.sequence", "3", "--run.folder", tmp_path / "run")
     assert "attention: kernel math (flash: it cannot drop attention weights)" in done.stdout
     same_run(metrics(tmp_path / "run"), reference)
 
@@ -158,9 +158,9 @@ def test_length_one(text, tmp_path):
     assert lines[-1]["eval_loss"] > 0
 
 
-def test_a_run_can_be_repeated_from_its_own_configuration(serial, tmp_path, monkeypatch):
+def test_a_run_can_be_repeated_from_its_own_configuration(command, serial, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run(*LSS, "train", serial[0] / "config.toml")
+    done = command("train", serial[0] / "config.toml")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     same_run(metrics(folder), serial[1])
@@ -179,19 +179,19 @@ def test_two_runs_of_one_command_are_bit_identical(text, tmp_path, flags):
     assert weights[0] == weights[1]
 
 
-def test_help_and_version():
-    assert "lss train" in run(*LSS, "--help").stdout
-    assert "--data.source" in run(*LSS, "train", "--help").stdout
-    assert "--split" in run(*LSS, "eval", "--help").stdout
-    assert run(*LSS, "--version").stdout.strip()
+def test_help_and_version(command):
+    assert "lss train" in command("--help").stdout
+    assert "--data.source" in command("train", "--help").stdout
+    assert "--split" in command("eval", "--help").stdout
+    assert run(*LSS, "--version").stdout == command("--version").stdout
 
 
 @pytest.mark.parametrize(
     "flags", [["attention", "--lengths", "40,41"], ["step", "--preset", "gpt-tiny", "--gather", "x", "--chunks", "2"]]
 )
-def test_bench_writes_a_row_a_strategy_and_length(tmp_path, flags):
+def test_bench_writes_a_row_a_strategy_and_length(command, tmp_path, flags):
     lengths = [] if "--lengths" in flags else ["--lengths", "33,34"]
-    done = run(*LSS, "bench", *flags, *lengths, "--repeats", "1", "--json", tmp_path / "rows.json")
+    done = command("bench", *flags, *lengths, "--repeats", "1", "--json", tmp_path / "rows.json")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["strategy"] for row in rows] == ["serial", "lss"] * 2

@@ -6,10 +6,15 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import chdir, redirect_stderr
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from lss.cli import main
 from tests.commands import LSS, SMALL, TORCHRUN, run, train
 
 
@@ -47,7 +52,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_bad_input_over_two_ranks(tmp_path, text, flags, parts):
+def test_bad_input_over_two_ranks(command, tmp_path, text, flags, parts):
     (tmp_path / "empty").touch()
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "enwik8").write_bytes(b"not it")
@@ -57,22 +62,22 @@ def test_bad_input_over_two_ranks(tmp_path, text, flags, parts):
     for word, path in places.items():
         flags = [flag.replace(word, str(path)) for flag in flags]
     common = ["--data.source", text, "--run.folder", tmp_path / "run", "--parallel.sequence", "2"]
-    assert_refused(run(*LSS, "train", *SMALL, *common, *flags), *parts)
+    assert_refused(command("train", *SMALL, *common, *flags), *parts)
 
 
-def test_unknown_command_and_missing_run(tmp_path):
-    assert_refused(run(*LSS, "trian"), "trian", "train")
-    assert_refused(run(*LSS, "eval", tmp_path), "holds no config.toml")
-    assert_refused(run(*LSS, "eval"), "no run was given")
-    assert_refused(run(*LSS, "train", "--parallel.sequence", "600"), "600 ranks on a machine")
+def test_unknown_command_and_missing_run(command, tmp_path):
+    assert_refused(command("trian"), "trian", "train")
+    assert_refused(command("eval", tmp_path), "holds no config.toml")
+    assert_refused(command("eval"), "no run was given")
+    assert_refused(command("train", "--parallel.sequence", "600"), "600 ranks on a machine")
 
 
-def test_damaged_weights(tmp_path, text):
+def test_damaged_weights(command, tmp_path, text):
     train(tmp_path / "run", "--data.source", text)
-    assert_refused(run(*LSS, "eval", tmp_path / "run", "--model.width", "64"), "'model.width' has no effect here")
+    assert_refused(command("eval", tmp_path / "run", "--model.width", "64"), "'model.width' has no effect here")
     weights = tmp_path / "run" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert_refused(run(*LSS, "eval", tmp_path / "run", "--parallel.sequence", "2"), "do not fit")
+    assert_refused(command("eval", tmp_path / "run", "--parallel.sequence", "2"), "do not fit")
 
 
 @pytest.mark.parametrize(
@@ -86,26 +91,20 @@ def test_under_torchrun_one_rank_speaks_for_all(text, flags, part):
     assert "exitcode  : 2" in done.stderr or "exitcode: 2" in done.stderr.replace(" ", "")
 
 
-def ranks_by_hand(folders: list[Path], *flags: str) -> list[tuple[int, str]]:
-    """Ranks with torchrun's variables, each in a folder of its own, all training: exit code and stderr of each."""
-    return commands_by_hand(folders, [["train", *SMALL, *flags]] * len(folders))
+def by_hand(folders: list[Path], commands: list[list[str]], port: int) -> tuple[int, str]:
+    """A rank with torchrun's variables, a folder and a command of its own: exit code and stderr."""
+    rank, size = dist.get_rank(), len(folders)
+    dist.destroy_process_group()  # the command makes its own
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables = mock.patch.dict(os.environ, {name: str(value) for name, value in world.items()})
+    with variables, chdir(folders[rank]), redirect_stderr(StringIO()) as errors:
+        return main(commands[rank]), errors.getvalue()
 
 
-def commands_by_hand(folders: list[Path], commands: list[list[str]]) -> list[tuple[int, str]]:
-    """Ranks with torchrun's variables, each with a command of its own."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    processes = []
-    for rank, (folder, words) in enumerate(zip(folders, commands, strict=True)):
-        world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(folders)), "OMP_NUM_THREADS": "1"}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = os.environ | world | meeting
-        processes.append(
-            subprocess.Popen([*LSS, *words], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
-        )
-    messages = [process.communicate(timeout=60)[1] for process in processes]
-    return [(process.returncode, message) for process, message in zip(processes, messages, strict=True)]
+        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize(
@@ -113,34 +112,36 @@ def commands_by_hand(folders: list[Path], commands: list[list[str]]) -> list[tup
     [(b"abcdefgh" * 50, "the data differs between ranks"), (None, "rank 1: data source 'data.bin' does not exist")],
     ids=["different", "missing"],
 )
-def test_a_rank_with_other_data_ends_all(tmp_path, second, part):
+def test_a_rank_with_other_data_ends_all(ranks, tmp_path, second, part):
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder, content in zip(folders, (b"abcdefgh" * 51, second), strict=True):
         folder.mkdir()
         if content:
             (folder / "data.bin").write_bytes(content)
-    results = ranks_by_hand(folders, "--data.source", "data.bin", "--parallel.sequence", "2")
+    words = ["train", *SMALL, "--data.source", "data.bin", "--parallel.sequence", "2"]
+    results = ranks.run(by_hand, 2, folders, [words, words], free_port())
     assert [code for code, _ in results] == [2, 2]
     assert part in results[0][1]
     assert [text.count("lss:") for _, text in results] == [1, 0]
 
 
-def test_a_rank_with_another_configuration_ends_all(tmp_path):
+def test_a_rank_with_another_configuration_ends_all(ranks, tmp_path):
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder, seed in zip(folders, (3, 4), strict=True):
         folder.mkdir()
         (folder / "a.toml").write_text(f"[train]\nseed = {seed}\n[parallel]\nsequence = 2\n")
-    results = ranks_by_hand(folders, "a.toml")
+    words = ["train", *SMALL, "a.toml"]
+    results = ranks.run(by_hand, 2, folders, [words, words], free_port())
     assert [code for code, _ in results] == [2, 2]
     assert "the configuration differs between ranks" in results[0][1]
     assert [text.count("lss:") for _, text in results] == [1, 0]
 
 
-def test_ranks_that_evaluate_differently_end(tmp_path, text):
+def test_ranks_that_evaluate_differently_end(ranks, tmp_path, text):
     train(tmp_path / "run", "--data.source", text)
     words = ["eval", str(tmp_path / "run"), "--parallel.sequence", "2"]
     for other in ([*words, "--split", "validation"], [*words, "--data.length", "9"], ["verify", "gpt-tiny"]):
-        results = commands_by_hand([tmp_path, tmp_path], [words, other])
+        results = ranks.run(by_hand, 2, [tmp_path, tmp_path], [words, other], free_port())
         assert [code for code, _ in results] == [2, 2]
         assert "differs between ranks" in results[0][1]
 

@@ -320,6 +320,19 @@ def test_whatever_is_returned_is_looked_at(ranks, what):
         assert "other values for a token" in said
 
 
+def in_one_data_group() -> str:
+    mesh = lss.init_mesh(2, 2, device="cpu")
+    mixes = Around(lambda model, x: x - x.mean(1, keepdim=True) if mesh.get_local_rank("data") else x)
+    model = lss.parallelize(mixes, mesh)
+    with pytest.raises(ModelError) as raised:
+        model(**lss.shard({"tokens": tokens().repeat(2, 1)}, mesh))
+    return str(raised.value)
+
+
+def test_what_one_data_group_refuses_ends_the_others(ranks):
+    assert all("other values for a token" in said for said in ranks.run(in_one_data_group, 4))
+
+
 def mixtral(implementation: str | None) -> float:
     mesh = lss.init_mesh(2, device="cpu")
     torch.manual_seed(0)

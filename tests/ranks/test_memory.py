@@ -53,11 +53,15 @@ def _activation_bytes(snapshot: dict) -> int:
     return named["Total"] - named["PARAM"] - named["GRAD"]
 
 
+@pytest.fixture(scope="module")
+def serial(ranks):
+    return ranks.run(activations, 1, 1, "serial")[0]
+
+
 @pytest.mark.parametrize(
     ("gather", "gathered"), [("x", 3 * GATHERED), ("kv", 2 * GATHERED), ("separate", 2 * GATHERED)]
 )
-def test_activations_are_divided(ranks, gather, gathered):
-    (serial,) = ranks.run(activations, 1, 1, "serial")
+def test_activations_are_divided(ranks, serial, gather, gathered):
     for rank in ranks.run(activations, NUM_RANKS, NUM_RANKS, gather):
         for mine, whole in zip(rank, serial, strict=True):
             assert gathered < whole  # so that the bound means something
@@ -69,8 +73,7 @@ ONE_LAYER = LENGTH * NUM_SEQUENCES * 2 * WIDTH * 4  # bytes of the gathered keys
 
 @pytest.mark.parametrize("gather", ["kv", "separate"])
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_gathering_again_leaves_one_layer(ranks, gather, chunks):
-    (serial,) = ranks.run(activations, 1, 1, "serial")
+def test_gathering_again_leaves_one_layer(ranks, serial, gather, chunks):
     for now, peak in ranks.run(activations, NUM_RANKS, NUM_RANKS, gather, False, chunks):
         assert now <= 1.15 * serial[0] / NUM_RANKS
         assert peak <= 1.15 * serial[1] / NUM_RANKS + ONE_LAYER / chunks * (2 if chunks > 1 else 1)

@@ -71,9 +71,8 @@ def test_lora(ranks, name, gather, options, checkpointing):
     trained = {weight for weight, parameter in model.named_parameters() if parameter.requires_grad}
     assert expected["gradients"].keys() == trained
     assert any("lora_" in weight for weight in trained)
-    for sequence, data in ((2, 1), (2, 2)):
-        for found in ranks.run(lora_over, sequence * data, sequence, data, name, checkpointing, gather, options):
-            assert_equal(found, expected)
+    for found in ranks.run(lora_over, 4, 2, 2, name, checkpointing, gather, options):
+        assert_equal(found, expected)
 
 
 @pytest.mark.supports("{name}", "LoRA")
@@ -112,9 +111,7 @@ def fully_sharded_over(sequence: int, data: int, name: str, gather: str, optimiz
 
 
 @pytest.mark.supports("{name}", "fully_shard")
-@pytest.mark.parametrize(
-    ("sequence", "data", "by"), [(2, 1, "all"), (2, 2, "all"), (2, 2, "groups"), (2, 1, "gathered again")]
-)
+@pytest.mark.parametrize(("sequence", "data", "by"), [(2, 2, "all"), (2, 2, "groups"), (2, 1, "gathered again")])
 @pytest.mark.parametrize(
     ("name", "gather", "optimizer"),
     [("GPT", "x", "AdamW"), ("GPT", "kv", "SGD"), ("GPT-2", "auto", "SGD"), ("Llama", "auto", "AdamW")],

@@ -13,14 +13,14 @@ from lss.errors import ConfigError, LayoutError
 from lss.models import GPT, GPTConfig
 from lss.verification import Report
 from lss.verification.target import Target
-from tests.commands import LSS, run
 from tests.faults import FAULTS, nothing
 
 LENGTH = 12
-# faults that only show with other degrees, positions or gathers than (sequence 2, data 2, learned, x)
+# faults that only show with other degrees, positions or gathers than (sequence 2, data 1, learned, x)
 SETTINGS = {
     "positional_table_left_out_of_the_data_axis": {"sequence": 1, "data": 2},
-    "gradients_swapped_in_a_bucket": {"sequence": 2, "data": 1},
+    "data_axis_left_out": {"data": 2},
+    "dropout_masks_repeated_in_every_data_group": {"data": 2},
     "keys_and_values_swapped": {"gather": "kv"},
     "key_heads_in_the_wrong_order": {"gather": "kv"},
     "positions_start_anew_in_every_segment": {"positions": "rotary", "gather": "kv"},
@@ -69,7 +69,7 @@ def test_there_are_enough_faults():
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_seeded_fault_is_caught(ranks, name):
-    setting = {"sequence": 2, "data": 2, "positions": "learned", "gather": "x"} | SETTINGS.get(name, {})
+    setting = {"sequence": 2, "data": 1, "positions": "learned", "gather": "x"} | SETTINGS.get(name, {})
     reports = ranks.run(verified, setting["sequence"] * setting["data"], name, *setting.values())
     assert not any(report.passed for report in reports)
     assert len({json.dumps(report.to_dict()) for report in reports}) == 1
@@ -129,9 +129,9 @@ def test_misuse_is_refused(ranks):
         assert "1 sequences over 2 data groups" in messages[1]
 
 
-def test_the_command(tmp_path):
+def test_the_command(command, tmp_path):
     report = tmp_path / "report.json"
-    done = run(*LSS, "verify", "gpt-tiny", "--length", "21", "--json", report)
+    done = command("verify", "gpt-tiny", "--length", "21", "--json", report)
     assert done.returncode == 0, done.stderr
     assert "EQUAL to the serial run" in done.stdout
     written = json.loads(report.read_text())
@@ -201,22 +201,22 @@ def badly_named():
 """
 
 
-def test_the_command_on_a_users_function(tmp_path, monkeypatch):
+def test_the_command_on_a_users_function(command, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(USER_MODULE)
     monkeypatch.chdir(tmp_path)
-    assert run(*LSS, "verify", "mine:right").returncode == 0
-    done = run(*LSS, "verify", "mine:wrong", "--sequence", "3", "--json", "r.json")
+    assert command("verify", "mine:right").returncode == 0
+    done = command("verify", "mine:wrong", "--sequence", "3", "--json", "r.json")
     assert done.returncode == 4
     assert "NOT EQUAL" in done.stdout
     assert not json.loads((tmp_path / "r.json").read_text())["passed"]
-    assert run(*LSS, "verify", "mine:buffered").returncode == 0
-    done = run(*LSS, "verify", "mine:rotary")
+    assert command("verify", "mine:buffered").returncode == 0
+    done = command("verify", "mine:rotary")
     assert done.returncode == 4
     assert "first module whose output differs: Mixed" in done.stdout
-    done = run(*LSS, "verify", "mine:mixing")
+    done = command("verify", "mine:mixing")
     assert done.returncode == 2
     assert "the model calls reshape, which gives other values for a token" in done.stderr
-    done = run(*LSS, "verify", "mine:badly_named")
+    done = command("verify", "mine:badly_named")
     assert done.returncode == 2
     assert "the plain model cannot be run on the batch: TypeError" in done.stderr
     assert done.stderr.count("lss:") == 1

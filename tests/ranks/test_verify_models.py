@@ -7,7 +7,6 @@ from torch.nn import functional as F
 import lss
 from lss.models import GPT
 from lss.verification import Report
-from tests.commands import LSS, run
 from tests.faults.pretrained import CASES, PRETRAINED_FAULTS, Case
 from tests.pretrained import make, predicts_next, told
 from tests.ranks.test_transformers import DROPOUT
@@ -148,11 +147,11 @@ def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_command_on_a_users_model(module):
-    done = run(*LSS, "verify", "theirs:llama", "--sequence", "3")
+def test_the_command_on_a_users_model(command, module):
+    done = command("verify", "theirs:llama", "--sequence", "3")
     assert done.returncode == 0, done.stderr
     assert "LlamaForCausalLM, 2 sequences of 9 tokens in 2 documents" in done.stdout
-    done = run(*LSS, "verify", "theirs:llama", "--shift-labels", "0")
+    done = command("verify", "theirs:llama", "--shift-labels", "0")
     assert done.returncode == 4
     assert "differs from the serial run" in done.stderr
     assert "say by shift_labels" in done.stdout.replace("\n", " ")
@@ -168,8 +167,8 @@ def test_the_command_on_a_users_model(module):
         "pools": "returned a dict without an output of tokens: pooled [2, 31]",
     }.items(),
 )
-def test_what_cannot_be_verified_is_refused_by_one_message(module, function, part):
-    done = run(*LSS, "verify", f"theirs:{function}")
+def test_what_cannot_be_verified_is_refused_by_one_message(command, module, function, part):
+    done = command("verify", f"theirs:{function}")
     assert done.returncode == 2, done.stderr
     assert part in done.stderr
     assert done.stderr.count("lss:") == 1, done.stderr

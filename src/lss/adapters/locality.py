@@ -61,18 +61,24 @@ class Locality:
         if context.sequence.size == 1 or context.trial is not None:
             return
         way = _way(self.model.training, args, kwargs)
-        if way in context.tried or any(layout.segment_length < 2 for layout in layouts_of(context)):
+        if way in context.tried:
             return
         attempt = partial(self._try, args, kwargs)
-        # later ways may be those of one rank, which must not wait for others
-        context.tried[way] = agree(attempt, context.sequence.group) if context.num_calls == 1 else attempt()
-        if context.tried[way] != _ALONE and context.sequence.rank == 0:
-            name = type(self.model).__name__
-            warnings.warn(f"whether {name} keeps tokens alone was {context.tried[way]}", stacklevel=2)
+        if context.num_calls == 1:  # later ways may be those of one rank, which must not wait for others
+            attempt = partial(agree, attempt, context.sequence.group)
+            if self.model.training and context.data.size > 1:  # evaluation may be of one data group
+                attempt = partial(agree, attempt, context.data.group)
+        outcome = attempt()
+        if outcome:
+            context.tried[way] = outcome
+        if outcome not in ("", _ALONE) and context.sequence.rank == 0:
+            warnings.warn(f"whether {type(self.model).__name__} keeps tokens alone was {outcome}", stacklevel=2)
 
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What came of it, for people."""
+        """What came of it, for people; nothing where a segment of one token has no parts."""
         context, numbers_tokens = self.context, dict(self.context.numbers_tokens)
+        if any(layout.segment_length < 2 for layout in layouts_of(context)):
+            return ""
         try:
             found = self._first_difference(unusual_numbers(self.model, (args, kwargs)), args, kwargs)
         except _StoppedError as stopped:
