@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lss.batch import Cut, require_one_batch
-from lss.callers import Caller
 from lss.collectives import Axis
 from lss.compiled import eager
 from lss.errors import LayoutError, ModelError
+from lss.findings import Findings
 from lss.frames import Frames, in_backward
 from lss.layout import Layout, LayoutName, Piece
 from lss.ledger import Ledger
@@ -40,7 +40,6 @@ class SequenceContext:
         has_encoder: Whether the model is an encoder and a decoder, whose sequences are told apart.
         others: Numbers of the tokens that the present layer was given besides its own.
         drops_by_function: A place where attention or a function dropped values; empty if none did.
-        has_loss: Whether a loss was taken in the present call.
         num_sequences: B, of the present call; 0 where it is not known.
         segment: Of the tokens that are being worked on: the batch's, or in an encoder its own.
         target: The batch's segment.
@@ -52,11 +51,9 @@ class SequenceContext:
         is_averaged: Whether the gradients of the last backward are; None before any.
         num_parameters: Parameters of the model, and numbers in them.
         choices: How each attention layer is computed, in a line for people.
-        positions_found: Where the model's code made positions, and how they were made global, for people.
         frames: The modules that are running.
         trial: What stands in for other ranks while the model's code is tried on a few tokens.
-        tried: What came of that in each way of calling the model, for people.
-        numbers_tokens: Whether what a place in code makes is a number for each token, as far as that was tried.
+        findings: What is known of the model's code.
     """
 
     sequence: Axis
@@ -69,7 +66,6 @@ class SequenceContext:
     safe: tuple[str, ...] = ()
     has_encoder: bool = False
     others: frozenset[int] = frozenset()
-    has_loss: bool = False
     drops_by_function: str = ""
     num_sequences: int = 0
     segment: Segment | Whole | None = None
@@ -82,11 +78,9 @@ class SequenceContext:
     is_averaged: bool | None = None
     num_parameters: tuple[int, int] = (0, 0)
     choices: dict[str, str] = field(default_factory=dict)
-    positions_found: dict[str, str] = field(default_factory=dict)
     frames: Frames = field(default_factory=Frames)
     trial: Trial | None = None
-    tried: dict[str, str] = field(default_factory=dict)
-    numbers_tokens: dict[Caller, bool] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
 
     def begin(self, given: Segment | Whole | None, num_sequences: int, *, training: bool) -> None:
         """Take up the segment of a batch that enters the model; None is refused where the batch must be cut.
@@ -101,7 +95,8 @@ class SequenceContext:
         if in_backward():
             return  # a recomputation: `resume` has set the step of its call
         self.frames.begin()
-        self.num_sequences, self.has_loss = num_sequences, False
+        self.findings.come_by.clear()
+        self.num_sequences = num_sequences
         self.step = self.num_trained if batch.step is None else batch.step
         self.num_trained += training
         if self.num_calls == 0 and batch.checksum is not None:

@@ -66,7 +66,7 @@ def _attention(model: nn.Module, name: str, layer: nn.Module) -> str:
 def _tried(model: nn.Module) -> Iterator[str]:
     """Whether they stay alone."""
     if is_parallelized(model):
-        for way, said in context_of(model).tried.items():
+        for way, said in context_of(model).findings.tried.items():
             yield f"in {way}: {said}"
 
 
@@ -77,7 +77,7 @@ def _positions(model: nn.Module, cut: Cut) -> Iterator[str]:
         elif isinstance(module, LearnedPositions):
             yield f"{name}: {module.num_embeddings} rows, to be cut over the ranks"
     if is_parallelized(model):
-        yield from (f"{where}: {how}" for where, how in context_of(model).positions_found.items())
+        yield from (f"{where}: {how}" for where, how in context_of(model).findings.positions.items())
     if cut == "layers":
         yield "of whole sequences, as the model makes them"
     elif transformers.takes_positions(model):

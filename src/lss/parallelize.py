@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss import fully_sharded
-from lss.adapters import locality, losses, positions, torch_nn, transformers
+from lss.adapters import losses, positions, torch_nn, transformers
 from lss.adapters.found import attention_modules
 from lss.adapters.functions import Compiled, Entered, Functions
 from lss.adapters.locality import Locality
@@ -89,7 +89,8 @@ def parallelize(
             last; so whatever it does with whole sequences outside of its layers (pooling, patches, positions, masks)
             stays as it was, at the price of doing it on every rank. None for `layers` where the model takes images or
             sounds and predicts no tokens, else `tokens`.
-        safe: Names of modules that may be refused and that keep tokens alone all the same, as you say.
+        safe: Names of modules that may be refused and that keep tokens alone all the same, as you say; and of buffers
+            in which ranks may differ.
 
     Returns:
         The same model. It takes one argument more, `segment`, from `lss.shard`.
@@ -251,10 +252,10 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
             "the model left its layers before the last one",
             allowed="with cut='layers', models that call all of their layers in order",
         )
-    loss = locality.loss_of(outputs) if model.training else None
-    is_judged = loss is not None and loss.requires_grad and (context.has_loss or context.cut == "layers")
-    if loss is not None and is_judged and not (context.has_loss and losses.is_taken(loss)):
-        raise losses.of_its_own()
+    if outputs is not None and not in_backward():
+        context.findings.require_made(context.target)
+        if model.training:
+            losses.require_taken(model, outputs, first=context.num_calls == 1)
     context.end()
     context.watch(outputs)  # in a compiled model too
     skipped = [site.name for site in inside if site.last_call != context.num_calls]

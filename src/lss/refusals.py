@@ -64,12 +64,14 @@ def refusals(model: nn.Module, *, cut: Cut = "tokens", safe: Sequence[str] = ())
     Args:
         model: The model.
         cut: Where its tokens are cut.
-        safe: Names of modules that the user says keep tokens alone.
+        safe: Names of modules that the user says keep tokens alone, and of buffers in which ranks may differ.
     """
     layers, is_pretrained = attention_layers(model), transformers.is_pretrained(model)
     names = dict(model.named_modules())
-    if unknown := [name for name in safe if name not in names]:
-        yield ModelError(f"safe={unknown}, of which the model has none", allowed="names of its modules")
+    if unknown := set(safe) - {*names, *dict(model.named_buffers())}:
+        yield ModelError(
+            f"safe={sorted(unknown)}, of which the model has none", allowed="names of its modules, buffers"
+        )
     if is_parallelized(model):
         yield ModelError("a model that is parallelized already", remedy="parallelize it once")
     yield from _of_wrappers(model)

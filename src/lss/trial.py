@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +18,7 @@ from lss.segment import Segment, Whole
 
 # The module whose code made something, what it is, and how many such there were before.
 Place = tuple[str, str, int]
-RANDOM = "draws random numbers by"
+RANDOM, RETURNS, KEEPS = "draws random numbers by", "returns", "keeps"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Trial:
         notes: What the model's code made, in order: a tensor, and how often it had been changed in place.
         running: Names of the modules that are running.
         counts: How many notes there are of each kind.
+        tokens_differ: Whether the tokens are not all the same.
     """
 
     rank: int
@@ -77,7 +81,9 @@ class Trial:
     notes: dict[Place, tuple[Tensor, int]] = field(default_factory=dict)
     running: list[str] = field(default_factory=lambda: [""])
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    tokens_differ: bool = True
     _random: list[Tensor] = field(default_factory=lambda: _random_states())
+    _others: tuple[Any, ...] = field(default_factory=lambda: _other_states())
 
     def slots(self, layout: Layout) -> tuple[int, ...]:
         """Those of the rank's segment that are tried."""
@@ -99,24 +105,43 @@ class Trial:
         source = None if batch.source is None else self.segment(batch.source)
         return replace(batch, layout=self.layout(batch.layout), source=source)
 
-    def note(self, what: str, values: Any, *, integers: bool = False) -> None:
-        """Keep the tensors of what the running module's code made; of integers what becomes of them tells."""
+    def note(self, what: str, values: Any, *, integers: bool = False, by: str | None = None) -> None:
+        """Keep the tensors of what a module's code made, the running one's; of integers what becomes of them tells."""
         for part in tensors_in(values):
-            if type(part) is not Tensor or not (part.is_floating_point() or part.is_complex() or integers):
-                continue  # weights are no values of tokens
-            place = (self.running[-1], what)
+            if not _is_plain(part) or not (part.is_floating_point() or part.is_complex() or integers):
+                continue
+            place = (self.running[-1] if by is None else by, what)
             part = torch.view_as_real(part) if part.is_complex() else part
             self.notes[(*place, self.counts[place])] = part, version_of(part)
             self.counts[place] += 1
 
     def note_call(self, function: str, result: Any) -> None:
-        """Keep what a function gives; and say so if it has drawn numbers for it, but for a single one."""
+        """Keep what a function gives; and say so if it has drawn numbers for it.
+
+        A single number is often drawn in vain. It is made 0 or nearly 1 in turns, the other way round for the halves of
+        the tokens than for all of them, so that what becomes of it tells.
+        """
         before, self._random = self._random, _random_states()
         has_drawn = not all(map(torch.equal, before, self._random))
         if has_drawn and any(part.numel() > 1 for part in tensors_in(result)):
             self.note(f"{RANDOM} {function}, which gives", result, integers=True)
-        elif not function.startswith(("empty", "new_empty")):  # which give whatever was there
+        elif has_drawn:
+            self.counts["", RANDOM] += 1
+            is_low = (self.counts["", RANDOM] + (len(self.tokens) == sum(self.halves))) % 2
+            for part in tensors_in(result):
+                if part.is_floating_point():
+                    part.fill_(0.0 if is_low else 1 - 2**-8)
+        elif function.startswith(("empty", "new_empty")):
+            for part in tensors_in(result):
+                part.zero_()  # else it is whatever was there
+        else:
             self.note(f"calls {function}, which gives", result)
+
+    def note_draws(self) -> None:
+        """Say so if the running module's code has drawn numbers that are not torch's."""
+        before, self._others = self._others, _other_states()
+        if self._others != before:
+            self.note(f"{RANDOM} random or numpy, which gives", torch.zeros(()))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """What stands in for attention: a function of each token alone.
@@ -143,6 +168,16 @@ class Trial:
 
 def _random_states() -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def _other_states() -> tuple[Any, ...]:
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it may hold values of tokens: weights do not, and what is sparse, or of a transform, cannot be read."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not is_wrapped
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -34,8 +34,14 @@ OF_ONE_RANK = {
     "weighed by a mean": lambda model, y, t: mean_loss(y, t) * (1 + y.square().mean()),
     "and a term of one rank's tokens": lambda model, y, t: mean_loss(y, t) + 0.01 * y.logsumexp(-1).square().mean(),
     "and a term of weights": lambda model, y, t: mean_loss(y, t) + 0.01 * model.head.weight.square().mean(),
-    "by code of one's own": lambda model, y, t: -y.log_softmax(-1).gather(-1, t[..., None]).mean(),
+    "by code of one's own": lambda model, y, t: own_mean(y, t),
+    "by code of one's own, of a head of zeros": lambda model, y, t: (y, own_mean(y * model.gate, t)),
+    "and a term of weights, behind outputs": lambda model, y, t: (y, mean_loss(y, t) + model.gate.exp()),
+    "and a term of weights, by another name": lambda model, y, t: {"ce": mean_loss(y, t) * model.gate.exp()},
+    "kept as an attribute": lambda model, y, t: (vars(model).update(kept_loss=y.square().mean()), y)[1],
 }
+# of models whose layers cut the tokens: every rank has the outputs
+OF_WHOLE_SEQUENCES = ["by code of one's own", "by code of one's own, of a head of zeros", "kept as an attribute"]
 OF_ALL = {
     "and what is made of it": lambda model, y, t: {"loss": 2 * mean_loss(y, t), "more": mean_loss(y, t).detach().exp()},
     "and other numbers": lambda model, y, t: {"loss": mean_loss(y, t), "temperature": model.gate},
@@ -43,11 +49,16 @@ OF_ALL = {
 }
 
 
-def scored(what: str) -> tuple[float, Tensor] | str:
+def own_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
+
+
+def scored(what: str, cut: str = "tokens") -> tuple[float, Tensor] | str:
     mesh = lss.init_mesh(2, device="cpu")
     torch.manual_seed(0)
-    model = lss.parallelize(Scored((OF_ONE_RANK | OF_ALL)[what]).double(), mesh)
-    batch = lss.shard({"tokens": tokens(), "labels": tokens(seed=2)}, mesh, shift_labels=0)
+    model = lss.parallelize(Scored((OF_ONE_RANK | OF_ALL)[what]).double(), mesh, cut=cut)
+    batch = {"tokens": tokens(), "labels": tokens(seed=2)}
+    batch = lss.shard(batch, mesh, shift_labels=0, cut=cut) if cut == "tokens" else batch
     try:
         loss = model(**batch)
     except ModelError as error:
@@ -61,6 +72,12 @@ def scored(what: str) -> tuple[float, Tensor] | str:
 def test_a_loss_of_one_rank_is_refused(ranks, what):
     for said in ranks.run(scored, 2, what):
         assert "other values for a token" in said or "a loss by code of its own" in said
+
+
+@pytest.mark.parametrize("what", OF_WHOLE_SEQUENCES)
+def test_a_loss_that_every_rank_would_count_is_refused(ranks, what):
+    for said in ranks.run(scored, 2, what, "layers"):
+        assert "a loss by code of its own" in said
 
 
 @pytest.mark.parametrize("what", OF_ALL)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# By how much of the largest value of a token it may differ.
 _WITHIN = {torch.float64: 1e-6, torch.float32: 1e-4}
 _WITHIN_16_BIT = 0.1
 
@@ -61,11 +60,16 @@ def _of_tokens(whole: Tensor, first: Tensor, second: Tensor, dim: int, halves: t
 
 def _same_rows(whole: Tensor, first: Tensor, second: Tensor) -> bool:
     """Whether the rows are the same in any order, as those that an expert is given."""
-    return _equal(_in_order(whole), _in_order(torch.cat((first, second))))
-
-
-def _in_order(rows: Tensor) -> Tensor:
-    return rows[rows.reshape(len(rows), -1).double().sum(1).argsort()] if rows.numel() else rows
+    if not whole.numel():
+        return True
+    rows, others = (_flat(part) for part in (whole, torch.cat((first, second))))
+    mixer = torch.randn(rows.size(1), 64, dtype=rows.dtype, generator=torch.Generator().manual_seed(0)).to(rows.device)
+    apart = torch.cdist(rows @ mixer, others @ mixer)
+    enough = 1.0 if whole.element_size() > 2 else 0.5  # rounding may send a token elsewhere in 16 bits
+    return all(
+        _agree(one, other[nearest], _within(whole)).double().mean() >= enough
+        for one, other, nearest in ((rows, others, apart.argmin(1)), (others, rows, apart.argmin(0)))
+    )
 
 
 def _divisors(number: int) -> Iterator[int]:
@@ -76,6 +80,20 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors [tokens, ...] agree, within a share of the largest value of each token."""
     if not one.is_floating_point() or not one.numel():
         return torch.equal(one, other)
-    a, b = (part.reshape(len(part), -1).double().nan_to_num(posinf=1e30, neginf=-1e30) for part in (one, other))
-    size = torch.maximum(a.abs(), b.abs()).amax(1)
-    return bool(((a - b).abs().amax(1) <= _WITHIN.get(one.dtype, _WITHIN_16_BIT) * size).all())
+    return bool(_agree(_flat(one), _flat(other), _within(one)).all())
+
+
+def _flat(rows: Tensor) -> Tensor:
+    """[rows, ...] as numbers [rows, n]."""
+    return rows.reshape(len(rows), -1).double().nan_to_num(posinf=1e30, neginf=-1e30)
+
+
+def _agree(one: Tensor, other: Tensor, within: float) -> Tensor:
+    """Which rows [rows, n] agree: bool [rows]."""
+    size = torch.maximum(one.abs(), other.abs()).amax(1)
+    return (one - other).abs().amax(1) <= within * size
+
+
+def _within(values: Tensor) -> float:
+    """By how much of the largest value of a token it may differ: rounding, in its dtype."""
+    return _WITHIN.get(values.dtype, 0.0 if not values.is_floating_point() else _WITHIN_16_BIT)

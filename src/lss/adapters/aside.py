@@ -5,20 +5,28 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lss.context import SequenceContext
 from lss.frames import Frames
-from lss.trial import Trial, version_of
+from lss.trial import RETURNS, Trial
+
+# What torch itself keeps in a module.
+_OF_TORCH = frozenset(vars(nn.Module()))
+# Weights whose numbers are all the same and no larger than this are gates that are shut, and heads as they are made.
+_NEXT_TO_NOTHING = 1e-3
 
 
 @contextmanager
@@ -32,11 +40,30 @@ def aside(model: nn.Module, context: SequenceContext, trial: Trial, mode: TorchF
         mode: Is in force.
     """
     with ExitStack() as stack:
-        for around in (_as_it_was(model), _in_trial(context, trial), _watched(model, trial), _quiet()):
+        for around in (_as_it_was(model), _in_trial(context, trial), _watched(model, context), _quiet()):
             stack.enter_context(around)
         if not any(other is mode for other in _get_current_function_mode_stack()):
             stack.enter_context(mode)
         yield
+
+
+@contextmanager
+def opened(model: nn.Module) -> Iterator[None]:
+    """Weights that are all next to nothing hold other numbers, the same on all ranks: else they hide things."""
+    with ExitStack() as stack:
+        for number, weight in enumerate(model.parameters()):
+            values = (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+            if weight.requires_grad and (constant := _constant(values)) is not None:
+                stack.callback(values.data.fill_, constant)  # the same bits: graphs that hold the weight may go on
+                values.data.uniform_(-0.05, 0.05, generator=torch.Generator(values.device).manual_seed(number))
+        yield
+
+
+def _constant(values: Tensor) -> float | None:
+    if not values.numel() or values.untyped_storage().size() == 0 or not values.is_floating_point():
+        return None
+    least, most = (bound.item() for bound in values.aminmax())
+    return least if least == most and abs(least) <= _NEXT_TO_NOTHING else None
 
 
 @contextmanager
@@ -50,7 +77,8 @@ def _in_trial(context: SequenceContext, trial: Trial) -> Iterator[None]:
     changed: dict[str, Any] = {"trial": trial, "segment": batch, "target": batch, "source": None, "frames": frames}
     for name in ("sequence", "data"):
         changed[name] = replace(getattr(context, name), size=1, rank=0, group=None)
-    vars(context).update(changed, positions_found={})
+    changed["findings"] = replace(context.findings, positions={}, come_by=set())
+    vars(context).update(changed)
     try:
         yield
     finally:
@@ -58,15 +86,21 @@ def _in_trial(context: SequenceContext, trial: Trial) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(model: nn.Module, trial: Trial) -> Iterator[None]:
+def _watched(model: nn.Module, context: SequenceContext) -> Iterator[None]:
     """Have a trial note what modules are given and return."""
 
     def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        trial = context.trial
+        assert trial is not None
         trial.note(f"gives {name}", (args, kwargs))
+        trial.note_draws()
         trial.running.append(name)
 
     def leave(module: nn.Module, args: Any, outputs: Any) -> None:
-        trial.note("returns", outputs)
+        trial = context.trial
+        assert trial is not None
+        trial.note(RETURNS, outputs)
+        trial.note_draws()
         trial.running.pop()
 
     with ExitStack() as stack:
@@ -81,34 +115,45 @@ def _watched(model: nn.Module, trial: Trial) -> Iterator[None]:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Attributes, what they list, buffers and random numbers are left as they were."""
-    modules = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    listed = [
-        (value, value.copy())
-        for _, attributes, _ in modules
-        for name, value in attributes.items()
-        if type(value) in (list, dict, set) and not name.startswith("_")
-    ]
-    buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in model.buffers()]
-    devices = {weight.device for weight in model.parameters() if weight.device.type == "cuda"}
-    numbers, more_numbers = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(numbers)
-        np.random.set_state(more_numbers)
-        for value, before in listed:
-            value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
-        for module, attributes, own in modules:
-            vars(module).clear()
-            vars(module).update(attributes)
-            module._buffers.clear()
-            module._buffers.update(own)
-        for buffer, version, values in buffers:
-            if version_of(buffer) != version or buffer.is_inference():
-                buffer.copy_(values)
+    """Attributes, what they list, tensors that are no weights, and random numbers are left as they were."""
+    with ExitStack() as stack, torch.random.fork_rng({w.device for w in model.parameters() if w.device.type == "cuda"}):
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        seen: set[int] = set()
+        for module in model.modules():
+            attributes = vars(module)
+            for value in (module._buffers, *(value for name, value in attributes.items() if name not in _OF_TORCH)):
+                for restore in _restores(value, seen):
+                    stack.callback(restore)
+            stack.callback(_put_back, attributes, attributes.copy())
+        yield
+
+
+def _restores(value: Any, seen: set[int]) -> Iterator[Callable[[], None]]:
+    """What puts back what a value holds."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
+        yield partial(_write_back, value, value.detach().clone())
+    elif isinstance(value, SimpleNamespace):
+        yield from _restores(vars(value), seen)
+    elif isinstance(value, list | deque | dict | set):
+        yield partial(_put_back, value, value.copy())
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _restores(part, seen)
+
+
+def _put_back(value: Any, before: Any) -> None:
+    """Into a container."""
+    value.clear()
+    (value.extend if isinstance(value, list | deque) else value.update)(before)
+
+
+def _write_back(tensor: Tensor, before: Tensor) -> None:
+    """Unseen by graphs that hold it."""
+    if not torch.equal(tensor, before):
+        (tensor if tensor.is_inference() else tensor.data).copy_(before)
 
 
 @contextmanager

@@ -7,12 +7,13 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lss.context import SequenceContext
 from lss.dtypes import wide
 from lss.errors import ModelError
+from lss.trial import tensors_in
 
 _CROSS_ENTROPY = signature(F.cross_entropy)
 _BY_VALUE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
@@ -20,6 +21,8 @@ _OTHERS = (
     F.nll_loss, F.kl_div, F.binary_cross_entropy, F.ctc_loss, F.cosine_embedding_loss, F.margin_ranking_loss,
     F.multi_margin_loss, F.hinge_embedding_loss, F.triplet_margin_loss, F.gaussian_nll_loss, F.poisson_nll_loss,
 )  # fmt: skip
+# Nodes of a graph: a loss over all ranks, whole sequences put together, a weight.
+_WHOLE, _JOINED, _WEIGHT = "_WholeBackward", "_GatherBackward", "a weight"
 # Functions that take the mean, or the sum, over tokens or sequences.
 TAKEN = frozenset((F.cross_entropy, *_BY_VALUE, *_OTHERS))
 
@@ -38,7 +41,6 @@ def whole(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequenc
     """
     if kwargs.get("reduction", "mean") == "none":
         return function(*args, **kwargs)  # type: ignore[no-any-return]
-    context.has_loss = True
     if context.trial is not None:
         context.trial.note(f"gives {function.__name__}", (args, kwargs))
         return torch.ones(())  # it is of all ranks
@@ -88,18 +90,38 @@ def of_its_own() -> ModelError:
     )
 
 
-def is_taken(loss: Tensor) -> bool:
-    """Whether gradients go from a loss through losses of `TAKEN` alone: other terms would count once a rank."""
-    waiting, seen = [loss.grad_fn], set()
+def require_taken(model: nn.Module, outputs: Any, *, first: bool) -> None:
+    """Raise ModelError if a number that a model returns, or keeps, is a loss with terms that are none of `TAKEN`.
+
+    Each rank would add such terms, of weights, of whole sequences that all of them have, or of its own tokens.
+
+    Args:
+        model: The model.
+        outputs: What it returned.
+        first: Whether what its modules keep as attributes is looked at too.
+    """
+    returned = [_ends(part) for part in tensors_in(outputs)]
+    kept = [_ends(part) for module in model.modules() for part in vars(module).values()] if first else []
+    if any(ends not in (set(), {_WHOLE}, {_WEIGHT}) for ends in returned) or any(ends - {_WHOLE} for ends in kept):
+        raise of_its_own()
+
+
+def _ends(number: Any) -> set[str]:
+    """Kinds of what a number's graph comes to: losses of `TAKEN`, whole sequences behind layers, weights."""
+    if not isinstance(number, Tensor) or number.dim() or not number.requires_grad:
+        return set()
+    waiting, seen, ends = [number.grad_fn], set(), set()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen or type(node).__name__ == "_WholeBackward":
+        if node is None or node in seen:
             continue
-        if hasattr(node, "variable"):
-            return False
         seen.add(node)
-        waiting += [other for other, _ in node.next_functions]
-    return True
+        kind = _WEIGHT if hasattr(node, "variable") else type(node).__name__
+        if kind in (_WHOLE, _JOINED, _WEIGHT):
+            ends.add(kind)
+        else:
+            waiting += [other for other, _ in node.next_functions]
+    return ends
 
 
 class _Whole(torch.autograd.Function):

@@ -55,8 +55,10 @@ def made(
         LayoutError: A table is too short.
         ModelError: Positions of the sequences of this batch differ, which numbers in a row cannot say.
     """
-    if context.trial is None and context.numbers_tokens.get(caller) is False:
+    numbers_tokens = context.findings.numbers_tokens
+    if context.trial is None and numbers_tokens.get(caller) is False:
         return None
+    is_known = True
     if function is torch.arange:
         found = _numbers(args, kwargs, context, caller)
     else:
@@ -64,8 +66,10 @@ def made(
         storage = table.untyped_storage().data_ptr()
         is_known = any(table is other or (storage and other.untyped_storage().data_ptr() == storage) for other in known)
         found = _rows(table, index, context, caller) if is_known else None
-    if context.trial is not None:
-        context.numbers_tokens[caller] = found is not None or context.numbers_tokens.get(caller, False)
+    if found is not None:
+        context.findings.come_by.add(caller)
+    if context.trial is not None and is_known:  # a table may be of the trial alone
+        numbers_tokens[caller] = found is not None or numbers_tokens.get(caller, False)
     return found
 
 
@@ -124,7 +128,7 @@ def _dim(table: Tensor, parts: tuple[Any, ...], place: int) -> int:
 def _positions(context: SequenceContext, device: Any, what: str, caller: Caller) -> Tensor:
     here = context.frames.innermost or "the model"
     segment = context.present
-    if context.num_sequences == segment.layout.segment_length and caller not in context.numbers_tokens:
+    if context.num_sequences == segment.layout.segment_length and caller not in context.findings.numbers_tokens:
         raise ModelError(
             f"{what} in {here} may number tokens or sequences: there are {context.num_sequences} of each on this rank",
             allowed="another number of sequences, or of tokens",
@@ -139,5 +143,5 @@ def _positions(context: SequenceContext, device: Any, what: str, caller: Caller)
             allowed="padding on the right; packed documents that are cut alike in all sequences",
             remedy="have the model take position_ids",
         )
-    context.positions_found[here] = f"{what} looked up by global position"
+    context.findings.positions[here] = f"{what} looked up by global position"
     return found if found.dim() == 1 else found[0]
