@@ -82,8 +82,8 @@ class Trial:
     running: list[str] = field(default_factory=lambda: [""])
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     tokens_differ: bool = True
-    _random: list[Tensor] = field(default_factory=lambda: _random_states())
-    _others: tuple[Any, ...] = field(default_factory=lambda: _other_states())
+    _random: list[Tensor] = field(default_factory=list)
+    _others: tuple[Any, ...] = ()
 
     def slots(self, layout: Layout) -> tuple[int, ...]:
         """Those of the rank's segment that are tried."""
@@ -104,6 +104,11 @@ class Trial:
             return batch
         source = None if batch.source is None else self.segment(batch.source)
         return replace(batch, layout=self.layout(batch.layout), source=source)
+
+    def seed(self) -> None:
+        """Have random numbers be other ones than in trials of other tokens."""
+        torch.manual_seed(len(self.tokens))
+        self._random, self._others = _random_states(), _other_states()
 
     def note(self, what: str, values: Any, *, integers: bool = False, by: str | None = None) -> None:
         """Keep the tensors of what a module's code made, the running one's; of integers what becomes of them tells."""
