@@ -94,6 +94,7 @@ def test_under_torchrun_one_rank_speaks_for_all(text, flags, part):
 def by_hand(folders: list[Path], commands: list[list[str]], port: int) -> tuple[int, str]:
     """A rank with torchrun's variables, a folder and a command of its own: exit code and stderr."""
     rank, size = dist.get_rank(), len(folders)
+    dist.barrier()
     dist.destroy_process_group()  # the command makes its own
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     variables = mock.patch.dict(os.environ, {name: str(value) for name, value in world.items()})
