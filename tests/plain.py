@@ -22,16 +22,30 @@ class Block(nn.Module):
         self.rate = dropout
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, HEADS, -1).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
         )
+        if angles is not None:
+            query, key = turned(query, angles), turned(key, angles)
         rate = self.rate if self.training else 0.0
         mask = torch.ones(length, length, dtype=torch.bool).tril() if self.makes_mask else None
         y = F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, dropout_p=rate)
         x = x + self.drop(self.out(y.transpose(1, 2).reshape(batch, length, WIDTH)))
         return x + self.drop(F.dropout(self.down(F.gelu(self.up(self.norm_2(x)))), self.rate, self.training))
+
+
+def turned(heads: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions as in Meta's Llama, in float32 or wider and left so."""
+    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    numbers = torch.view_as_complex(wide.reshape(*wide.shape[:-1], -1, 2))
+    return torch.view_as_real(numbers * angles).flatten(3)
+
+
+def angles_of_positions() -> Tensor:
+    angles = torch.outer(torch.arange(32), 100.0 ** -(torch.arange(0, WIDTH // HEADS, 2) / (WIDTH // HEADS)))
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 class Decoder(nn.Module):
@@ -47,8 +61,9 @@ class Decoder(nn.Module):
         self.register_buffer("waves", torch.stack((angles.sin(), angles.cos()), -1).flatten(1))
         self.blocks = nn.ModuleList(Block(dropout, makes_mask=makes_mask) for makes_mask in (False, True))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        unused = self.free if positions in ("arange", "buffer") else self.table.weight
-        unused.requires_grad_(False)
+        self.freqs_cis = None if positions == "attribute made late" else angles_of_positions()
+        self.free.requires_grad_(positions in SLICES)
+        self.table.requires_grad_(positions in ("arange", "buffer"))
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.size(1)
@@ -57,10 +72,11 @@ class Decoder(nn.Module):
             x = x + self.table(torch.arange(length, device=tokens.device))
         elif self.kind in SLICES:
             x = x + SLICES[self.kind](self.free, length)
-        else:
+        elif self.kind == "buffer":
             x = x + self.waves[:length] + self.table(torch.arange(0, length))
+        angles = ANGLES[self.kind](self, length) if self.kind in ANGLES else None
         for block in self.blocks:
-            x = block(x)
+            x = block(x, angles)
         return self.head(self.norm(x))
 
 
@@ -72,6 +88,26 @@ SLICES = {
     "view": lambda table, length: table.squeeze(0)[:length],
     "new dim": lambda table, length: table[0][None, :length],
 }
+
+
+def _moved(model: Decoder, length: int) -> Tensor:
+    model.freqs_cis = model.freqs_cis.clone()  # as to another device
+    return model.freqs_cis[:length]
+
+
+def _made_late(model: Decoder, length: int) -> Tensor:
+    if model.freqs_cis is None:
+        model.freqs_cis = angles_of_positions()
+    return model.freqs_cis[:length]
+
+
+# Ways of keeping a rotary table in an attribute that is no buffer.
+ANGLES = {
+    "attribute": lambda model, length: model.freqs_cis[0 : 0 + length],
+    "attribute that is moved": _moved,
+    "attribute made late": _made_late,
+}
+WAYS = ("arange", "buffer", *SLICES, *ANGLES)
 
 
 class Sequences(nn.Module):

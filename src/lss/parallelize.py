@@ -117,7 +117,7 @@ def parallelize(
     sequence, data = (Axis.of(mesh, name, ledger, ordered=ordered) for name in (SEQUENCE, DATA))
     context = SequenceContext(sequence, data, seed, ledger, cut, layout, 1 - _comes_second(model), tuple(safe))
     _send_weights(model, context)
-    tables = None if _is_told_positions(model) else positions.tables(model)
+    tables = None if _is_told_positions(model) else positions.Tables.of(model)
     if cut == "tokens":
         _shard_positions(model, layout, context)
     rules = Rules()

@@ -40,11 +40,11 @@ class Functions(TorchFunctionMode):
         context: Of the parallelized model.
         schedule: How attention is computed.
         rules: Of masks.
-        tables: Tensors that may hold a row a position; None where the model is told positions.
+        tables: What may hold a row a position; None where the model is told positions.
     """
 
     def __init__(
-        self, context: SequenceContext, schedule: Schedule, rules: Rules, tables: tuple[Tensor, ...] | None
+        self, context: SequenceContext, schedule: Schedule, rules: Rules, tables: positions.Tables | None
     ) -> None:
         super().__init__()
         self.context, self.schedule, self.rules, self.tables = context, schedule, rules, tables

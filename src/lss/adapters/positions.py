@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +20,39 @@ MADE = frozenset((torch.arange, Tensor.__getitem__))
 _NO_TABLES = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention, nn.GroupNorm, conv._ConvNd)
 
 
-def tables(model: nn.Module) -> tuple[Tensor, ...]:
-    """Tensors of which a slice as long as the segment is taken to be the rows of its positions, also of views."""
-    own = (module for module in model.modules() if not isinstance(module, (*_NO_TABLES, batchnorm._NormBase)))
-    return tuple(
-        tensor
-        for module in own
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if tensor.dim() > 0
-    )
+@dataclass(frozen=True)
+class Tables:
+    """Tensors of which a slice as long as the segment is taken to be the rows of its positions, also of views.
+
+    Args:
+        holders: Modules that have them, as parameters, buffers or other attributes.
+        first: Those that they had from the start.
+    """
+
+    holders: tuple[nn.Module, ...]
+    first: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Tables:
+        """Those of a model."""
+        own = tuple(module for module in model.modules() if not isinstance(module, (*_NO_TABLES, batchnorm._NormBase)))
+        return cls(own, tuple(_tensors(own)))
+
+    def have(self, tensor: Tensor) -> bool:
+        """Whether it is one of them now: code makes tables as it runs, and moves them to other devices."""
+        return _is_among(tensor, _tensors(self.holders))
+
+
+def _tensors(modules: tuple[nn.Module, ...]) -> Iterator[Tensor]:
+    for module in modules:
+        for held in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(held, Tensor) and held.layout == torch.strided and held.dim() > 0:
+                yield held
+
+
+def _is_among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    storage = tensor.untyped_storage().data_ptr()
+    return any(tensor is other or (storage and other.untyped_storage().data_ptr() == storage) for other in others)
 
 
 def made(
@@ -35,7 +60,7 @@ def made(
     args: Any,
     kwargs: Any,
     context: SequenceContext,
-    known: tuple[Tensor, ...],
+    tables: Tables,
     caller: Caller,
 ) -> Tensor | None:
     """Global positions in the place of 0 to S - 1; None where something else is meant.
@@ -48,7 +73,7 @@ def made(
         args: What it was given.
         kwargs: The same by name.
         context: Of the parallelized model, which works on a segment.
-        known: Tables.
+        tables: Of the model.
         caller: The place in code.
 
     Raises:
@@ -58,17 +83,14 @@ def made(
     numbers_tokens = context.findings.numbers_tokens
     if context.trial is None and numbers_tokens.get(caller) is False:
         return None
-    is_known = True
     if function is torch.arange:
         found = _numbers(args, kwargs, context, caller)
     else:
         table, index = args
-        storage = table.untyped_storage().data_ptr()
-        is_known = any(table is other or (storage and other.untyped_storage().data_ptr() == storage) for other in known)
-        found = _rows(table, index, context, caller) if is_known else None
+        found = _rows(table, index, context, caller, tables)
     if found is not None:
         context.findings.come_by.add(caller)
-    if context.trial is not None and is_known:  # a table may be of the trial alone
+    if context.trial is not None and (found is not None or function is torch.arange or tables.have(args[0])):
         numbers_tokens[caller] = found is not None or numbers_tokens.get(caller, False)
     return found
 
@@ -90,14 +112,19 @@ def _numbers(args: Any, kwargs: Any, context: SequenceContext, caller: Caller) -
     )
 
 
-def _rows(table: Tensor, index: Any, context: SequenceContext, caller: Caller) -> Tensor | None:
+def _rows(table: Tensor, index: Any, context: SequenceContext, caller: Caller, tables: Tables) -> Tensor | None:
     """As many rows of a table as the segment has slots."""
     parts = index if isinstance(index, tuple) else (index,)
     size, here = context.layout.segment_length, context.frames.innermost or "the model"
     cut = [place for place, part in enumerate(parts) if _length(part) == size]
-    if len(cut) != 1 or any(isinstance(part, list | Tensor) for part in parts):
+    if len(cut) != 1 or any(isinstance(part, list | Tensor | bool) for part in parts):
         return None
     dim = _dim(table, parts, cut[0])
+    if not _is_among(table, tables.first):
+        if table.size(dim) == size:
+            return table[index]  # all of what code has made for the segment
+        if not tables.have(table):
+            return None
     start = parts[cut[0]].start or 0
     what = f"a table {tuple(table.shape)}[{start}:{start + size}]"
     found = start + _positions(context, table.device, what, caller)
