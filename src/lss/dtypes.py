@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which matrix products of `tensor` run: autocast's where it is on, else its own."""
+def in_autocast(tensor: Tensor) -> Tensor:
+    """As matrix products and attention of torch take it: in autocast's dtype where that is on, float64 as it is."""
     kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def wide(tensor: Tensor) -> Tensor:

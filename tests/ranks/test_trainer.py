@@ -1,5 +1,6 @@
 """The Trainer of transformers over ranks, against the plain one in a single process."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -81,6 +82,28 @@ def test_two_ranks_are_one_process(ranks, tmp_path, change):
     (expected,) = ranks.run(plain, 1, str(tmp_path), CHANGES[change])
     for found in ranks.run(over_ranks, 2, 2, 1, str(tmp_path), CHANGES[change]):
         assert_equal(found, expected)
+
+
+def in_bf16(sequence: int, name: str, folder: str, bf16: bool = True) -> list[dict[str, float]]:
+    """What is logged by a training of a float32 model under autocast; of the plain Trainer for no ranks."""
+    made = (model() if name == "GPT-2" else make(name, vocab_size=256)).float()
+    given = options(folder, bf16=bf16, learning_rate=1e-3)
+    mesh = lss.init_mesh(sequence, device="cpu") if sequence else None
+    kind = partial(Trainer, lss.parallelize(made, mesh), mesh=mesh) if sequence else partial(transformers.Trainer, made)
+    trainer = kind(**given)
+    trainer.train()
+    assert trainer.predict(documents(7, seed=3)).predictions.dtype == numpy.float32  # as accelerate gives outputs
+    return trainer.state.log_history
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_mixed_precision_is_that_of_one_process(ranks, tmp_path, name):
+    (expected,), (wide,) = (ranks.run(in_bf16, 1, 0, name, str(tmp_path), bf16) for bf16 in (True, False))
+    for found in ranks.run(in_bf16, 2, 2, name, str(tmp_path)):
+        for what, within in {"loss": 2e-4, "eval_loss": 2e-4, "grad_norm": 2e-3}.items():
+            said, wanted, exact = ([row[what] for row in rows if what in row] for rows in (found, expected, wide))
+            assert said == pytest.approx(wanted, rel=within)
+            assert said != exact
 
 
 HALF = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}

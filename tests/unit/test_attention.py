@@ -107,6 +107,15 @@ def test_autocast_costs_no_precision():
         assert torch.equal(lss.attention(*tensors, mask=Causal(), kernel="math"), expected)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32, torch.bfloat16), (torch.float64,) * 3])
+def test_autocast_is_that_of_torch(dtypes):
+    tensors = [tensor.to(dtype) for tensor, dtype in zip(inputs(64), dtypes, strict=True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = lss.attention(*tensors, mask=Causal()), F.scaled_dot_product_attention(*tensors, is_causal=True)
+    assert found.dtype == wanted.dtype
+    assert_same(found, wanted, "output", 1e-12 if wanted.dtype == torch.float64 else 2**-7)
+
+
 def test_sinks_of_nothing():
     tensors = inputs(4)
     nothing = torch.full((4,), -torch.inf, dtype=torch.float64, requires_grad=True)

@@ -12,6 +12,7 @@ from lss.attention.sources import Gather, KeyValue
 from lss.bias import Bias
 from lss.collectives import Axis
 from lss.compiled import eager
+from lss.dtypes import in_autocast
 from lss.errors import LayoutError
 from lss.layout import Layout
 from lss.ledger import Ledger
@@ -63,7 +64,7 @@ def attention(
         name: What the ledger and messages call this.
 
     Returns:
-        [B, H, S, D], in the dtype of `query`; zeros for queries that see no key, and in empty slots.
+        [B, H, S, D], in the dtype of `query`, or of autocast; zeros for queries that see no key, and in empty slots.
 
     Raises:
         LayoutError: Shapes do not fit each other or the layout.
@@ -77,6 +78,7 @@ def attention(
         torch.Size([1, 4, 10, 8])
     """
     axis = Axis.of(mesh, SEQUENCE, ledger or Ledger())
+    query, key, value = map(in_autocast, (query, key, value))
     _check_shapes(query, key, value)
     mask = Full() if mask is None else mask
     queries = layout or Layout.contiguous(query.size(-2) * axis.size, axis.size)

@@ -16,7 +16,7 @@ from lss.bias import Bias
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.dropout import Site
-from lss.dtypes import autocast_dtype
+from lss.dtypes import in_autocast
 from lss.errors import LayoutError, ModelError
 from lss.layout import Layout
 from lss.masks import Causal, Full, Mask
@@ -110,7 +110,7 @@ class Route:
         inputs: tuple[Tensor, ...] = (),
         of_source: bool = False,
     ) -> Tensor:
-        """Attention of the present segment's queries: [B, H, S, D].
+        """Attention of the present segment's queries: [B, H, S, D], under autocast in its dtype.
 
         Args:
             query: [B, H, S, D].
@@ -130,6 +130,7 @@ class Route:
                 f"{self.name} has queries, keys and values of {[tuple(t.shape) for t in (query, key, value)]}",
                 allowed="[B, H, S, D], [B, K, S, D] and [B, K, S, any width], H a multiple of K",
             )
+        query, key, value = map(in_autocast, (query, key, value))
         if self.context.trial is not None:
             return self.context.trial.attend(query, key, value)
         context, used = self.context, dropout.enter(query.size(0)) if dropout else None
@@ -261,8 +262,9 @@ class DistributedAttention:
         layer = cast(nn.Module, self.layer)
         parameters = tuple(weight for weight in layer.parameters() if weight.requires_grad)
         project = partial(_project, self.layer, context.all_positions(x.device))
-        return Input(parameters, project), (x.to(autocast_dtype(x)), *parameters)
+        return Input(parameters, project), (in_autocast(x), *parameters)
 
 
 def _project(layer: AttentionLayer, positions: Tensor, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    return layer.project_key_value(x, positions[..., slots])
+    key, value = layer.project_key_value(x, positions[..., slots])
+    return in_autocast(key), in_autocast(value)
