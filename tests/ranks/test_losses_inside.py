@@ -7,8 +7,9 @@ from torch.nn import functional as F
 
 import lss
 from lss.errors import ModelError
+from tests.models import gradients
 from tests.plain import tokens
-from tests.ranks.test_locality import Around
+from tests.ranks.test_locality import Around, swapped
 
 
 class Scored(Around):
@@ -89,3 +90,50 @@ def test_a_loss_of_all_ranks_is_taken(ranks, what):
     for loss, gradient in ranks.run(scored, 2, what):
         assert loss == pytest.approx(expected.item(), rel=1e-12)
         torch.testing.assert_close(gradient, model.head.weight.grad, rtol=1e-10, atol=1e-12)
+
+
+IGNORING = {
+    "nanoGPT's": lambda model, y, t: F.cross_entropy(y.view(-1, y.size(-1)), t.reshape(-1), ignore_index=-1),
+    "of a module": lambda model, y, t: nn.CrossEntropyLoss(ignore_index=-1)(y.flatten(0, 1), t.flatten()),
+    "slots first": lambda model, y, t: F.cross_entropy(swapped(y).flatten(0, 1), t.T.flatten(), ignore_index=-1),
+    "classes second": lambda model, y, t: F.cross_entropy(y.mT, t, ignore_index=-1),
+    "a sum": lambda model, y, t: F.cross_entropy(y.flatten(0, 1), t.flatten(), ignore_index=-1, reduction="sum"),
+    "-100": lambda model, y, t: mean_loss(y, t),
+}
+
+
+def ignoring(number: int, what: str, name: str, shift: int) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients where a model ignores another label than `lss.shard` sets; of the plain one for no ranks."""
+    torch.manual_seed(0)
+    model = Scored(lambda model, y, t: {"loss": IGNORING[what](model, y, t)}).double()
+    whole, fill = tokens(seed=2), -100 if what == "-100" else -1
+    whole[0, 4] = whole[1, 7:9] = fill
+    if number:
+        mesh = lss.init_mesh(number, device="cpu")
+        model = lss.parallelize(model, mesh)
+        batch = lss.shard({"tokens": tokens(), name: whole}, mesh, shift_labels=shift if name == "labels" else None)
+        loss = model(batch["tokens"], batch[name], segment=batch["segment"])["loss"]
+    else:
+        loss = model(tokens(), F.pad(whole, (0, shift), value=fill)[:, shift:])["loss"]
+    loss.backward()
+    if number:
+        lss.average_gradients(model)
+    return loss.item(), gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "shift"),
+    [
+        *((what, "labels", shift) for what in IGNORING for shift in (0, 1)),
+        *((what, "answers", 0) for what in IGNORING if what != "slots first"),
+    ],
+)
+def test_empty_slots_count_nowhere_whatever_label_is_ignored(ranks, what, name, shift):
+    """Also where labels have another name, so that their empty slots repeat the last one."""
+    loss, grads = ignoring(0, what, name, shift)
+    for number in (2, 3):
+        for found, found_grads in ranks.run(ignoring, number, number, what, name, shift):
+            assert found == pytest.approx(loss, rel=1e-12)
+            assert found_grads.keys() == grads.keys()
+            for weight, gradient in grads.items():
+                torch.testing.assert_close(found_grads[weight], gradient, rtol=1e-10, atol=1e-12)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lss.batch import IGNORE_INDEX
 from lss.context import SequenceContext
 from lss.dtypes import wide
 from lss.errors import ModelError
@@ -39,13 +40,15 @@ def whole(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequenc
     Raises:
         ModelError: It would be the mean of one rank's tokens.
     """
+    if function is F.cross_entropy:
+        args, kwargs = (), _by_name(args, kwargs, context)
     if kwargs.get("reduction", "mean") == "none":
         return function(*args, **kwargs)  # type: ignore[no-any-return]
     if context.trial is not None:
         context.trial.note(f"gives {function.__name__}", (args, kwargs))
         return torch.ones(())  # it is of all ranks
     if function is F.cross_entropy:
-        return _cross_entropy(args, kwargs, context)
+        return _cross_entropy(kwargs, context)
     reduction = kwargs.get("reduction", "mean")
     if context.is_cut or function in _OTHERS or len(args) > 2 or reduction not in ("mean", "sum"):
         raise ModelError(
@@ -59,10 +62,31 @@ def whole(function: Callable[..., Any], args: Any, kwargs: Any, context: Sequenc
     return _over_ranks(wide(values).sum(), number, context)
 
 
-def _cross_entropy(args: Any, kwargs: Any, context: SequenceContext) -> Tensor:
+def _by_name(args: Any, kwargs: Any, context: SequenceContext) -> dict[str, Any]:
+    """What a cross-entropy is given; labels of a segment that count nowhere are those that it ignores."""
     bound = _CROSS_ENTROPY.bind(*args, **kwargs)
     bound.apply_defaults()
-    named = bound.arguments
+    named, labels = bound.arguments, bound.arguments["target"]
+    if context.is_cut and not labels.is_floating_point():
+        named["target"] = labels.masked_fill(_is_ignored(labels, context), named["ignore_index"])
+    return named
+
+
+def _is_ignored(labels: Tensor, context: SequenceContext) -> Tensor:
+    """Which labels `lss.shard` has set to -100; where it did not know them as labels, also those of empty slots."""
+    ignored = labels == IGNORE_INDEX
+    size, number = context.layout.segment_length, context.num_sequences
+    empty = size - context.layout.num_tokens(context.sequence.rank)
+    if not empty or labels.numel() != number * size:
+        return ignored
+    rows = ignored.reshape(number, size), ignored.reshape(size, number).T  # slots may come first
+    is_filled = torch.stack([part[:, -empty:].all() for part in rows]).any()
+    is_empty = torch.arange(size, device=labels.device) >= size - empty
+    is_empty = is_empty.repeat(number) if context.token_dim else is_empty.repeat_interleave(number)
+    return ignored | (is_empty.view(labels.shape) & ~is_filled)
+
+
+def _cross_entropy(named: dict[str, Any], context: SequenceContext) -> Tensor:
     logits, labels, reduction = wide(named["input"]), named["target"], named["reduction"]
     if labels.is_floating_point() or named["weight"] is not None:
         raise ModelError("a cross-entropy with weights or soft labels", allowed="integer labels without weights")
