@@ -342,7 +342,7 @@ def test_positions_that_are_kept_are_right_for_batches_of_one_length(ranks, how)
         assert not told
 
 
-@pytest.mark.parametrize(("how", "lengths"), [*((how, (14, 13)) for how in HOW), ("as long as ever", (14, 8))])
+@pytest.mark.parametrize(("how", "lengths"), [*((how, (14, 13)) for how in HOW), ("as long as ever", (40, 8))])
 def test_positions_that_are_kept_are_refused_for_another_length(ranks, how, lengths):
     for (_, said), _ in ranks.run(remembering, 2, how, lengths):
         assert "the model keeps positions" in said
