@@ -141,6 +141,7 @@ class _Given:
             positions,
             length if positions is None else int(positions.max()) + 1,
             _checksum(whole, found),
+            has_labels="labels" in batch,
         )
         return cut
 

@@ -96,6 +96,7 @@ class SequenceContext:
             return  # a recomputation: `resume` has set the step of its call
         self.frames.begin()
         self.findings.come_by.clear()
+        self.findings.segment = batch if isinstance(batch, Segment) else None
         self.num_sequences = num_sequences
         self.step = self.num_trained if batch.step is None else batch.step
         self.num_trained += training
@@ -162,7 +163,7 @@ class SequenceContext:
         layout = Layout.named(self.layout_name, length, self.trial.num_ranks if self.trial else self.sequence.size)
         layout = self.trial.layout(layout) if self.trial else layout
         segment = Segment(layout, self.first_sample(num_sequences), self.last.step, num_positions=length)
-        self.segment, self.num_sequences = segment, num_sequences
+        self.segment, self.num_sequences, self.findings.segment = segment, num_sequences, segment
         return segment
 
     def join_tokens(self) -> None:

@@ -253,9 +253,9 @@ def _end(context: SequenceContext, inside: list[Site], model: nn.Module, args: A
             allowed="with cut='layers', models that call all of their layers in order",
         )
     if outputs is not None and not in_backward():
-        context.findings.require_made(context.target)
+        context.findings.require_made()
         if model.training:
-            losses.require_taken(model, outputs, first=context.num_calls == 1)
+            losses.require_taken(model, outputs, first=context.num_trained == 1)
     context.end()
     context.watch(outputs)  # in a compiled model too
     skipped = [site.name for site in inside if site.last_call != context.num_calls]

@@ -46,6 +46,7 @@ class Segment:
         num_positions: The largest position and one.
         checksum: Of the whole batch, which must be the same on every rank of a sequence group; float64 scalar.
         source: The sequences that an encoder reads, where these are what its decoder predicts.
+        has_labels: Whether `shard` was given labels, which it has set to -100 in empty slots.
     """
 
     layout: Layout
@@ -56,6 +57,7 @@ class Segment:
     num_positions: int = 0
     checksum: Tensor | None = None
     source: Segment | Whole | None = None
+    has_labels: bool = False
 
     @cached_property
     def mask(self) -> Mask:

@@ -84,6 +84,7 @@ class Trial:
     tokens_differ: bool = True
     _random: list[Tensor] = field(default_factory=list)
     _others: tuple[Any, ...] = ()
+    _is_low: bool = False
 
     def slots(self, layout: Layout) -> tuple[int, ...]:
         """Those of the rank's segment that are tried."""
@@ -107,8 +108,11 @@ class Trial:
 
     def seed(self) -> None:
         """Have random numbers be other ones than in trials of other tokens."""
-        torch.manual_seed(len(self.tokens))
+        torch.default_generator.manual_seed(len(self.tokens))
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(len(self.tokens))
         self._random, self._others = _random_states(), _other_states()
+        self._is_low = len(self.tokens) == sum(self.halves)
 
     def note(self, what: str, values: Any, *, integers: bool = False, by: str | None = None) -> None:
         """Keep the tensors of what a module's code made, the running one's; of integers what becomes of them tells."""
@@ -123,19 +127,18 @@ class Trial:
     def note_call(self, function: str, result: Any) -> None:
         """Keep what a function gives; and say so if it has drawn numbers for it.
 
-        A single number is often drawn in vain. It is made 0 or nearly 1 in turns, the other way round for the halves of
-        the tokens than for all of them, so that what becomes of it tells.
+        A single number is often drawn in vain. It is made nearly 0 or nearly 1 in turns, the other way round for the
+        halves of the tokens than for all of them, so that what becomes of it tells.
         """
         before, self._random = self._random, _random_states()
         has_drawn = not all(map(torch.equal, before, self._random))
         if has_drawn and any(part.numel() > 1 for part in tensors_in(result)):
             self.note(f"{RANDOM} {function}, which gives", result, integers=True)
         elif has_drawn:
-            self.counts["", RANDOM] += 1
-            is_low = (self.counts["", RANDOM] + (len(self.tokens) == sum(self.halves))) % 2
+            self._is_low = not self._is_low
             for part in tensors_in(result):
                 if part.is_floating_point():
-                    part.fill_(0.0 if is_low else 1 - 2**-8)
+                    part.fill_(2**-24 if self._is_low else 1 - 2**-8)
         elif function.startswith(("empty", "new_empty")):
             for part in tensors_in(result):
                 part.zero_()  # else it is whatever was there

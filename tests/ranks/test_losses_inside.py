@@ -107,7 +107,7 @@ def ignoring(number: int, what: str, name: str, shift: int) -> tuple[float, dict
     torch.manual_seed(0)
     model = Scored(lambda model, y, t: {"loss": IGNORING[what](model, y, t)}).double()
     whole, fill = tokens(seed=2), -100 if what == "-100" else -1
-    whole[0, 4] = whole[1, 7:9] = fill
+    whole[0, 4] = whole[1, 8:] = fill
     if number:
         mesh = lss.init_mesh(number, device="cpu")
         model = lss.parallelize(model, mesh)

@@ -87,9 +87,14 @@ def replicas_are_bit_identical(states: list[dict[str, Tensor]]) -> None:
 
 @pytest.mark.supports("GPT", "whole", "data groups")
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-@pytest.mark.parametrize("gather", ["x", "kv", "separate"])
 @pytest.mark.parametrize("length", [12, 7, 2, 1])
-@pytest.mark.parametrize(("sequence", "data"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("sequence", "data", "gather"),
+    [
+        *((*degrees, gather) for degrees in [(2, 1), (3, 1), (4, 1), (2, 2)] for gather in ("x", "kv", "separate")),
+        *((1, data, "x") for data in (1, 4)),  # nothing is gathered
+    ],
+)
 def test_equals_the_plain_model(ranks, sequence, data, length, gather, positions):
     compare(ranks, sequence, data, gather, length, 4, positions=positions)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import lss
 from lss.errors import ModelError
@@ -126,6 +127,7 @@ class Keeping(Around):
         self._log, self._by_name, self.by_default = [], {"calls": 0, "more": [0]}, defaultdict(int)
         self.counter, self.queue, self.names = Counter(), deque(), set()
         self.space, self.plain = SimpleNamespace(calls=0), torch.zeros(())
+        self.output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=torch.zeros(1))
         self.register_buffer("average", torch.zeros(()))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -346,3 +348,95 @@ def test_positions_that_are_kept_are_right_for_batches_of_one_length(ranks, how)
 def test_positions_that_are_kept_are_refused_for_another_length(ranks, how, lengths):
     for (_, said), _ in ranks.run(remembering, 2, how, lengths):
         assert "the model keeps positions" in said
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_positions_that_layers_keep_are_refused_for_another_length(ranks, how):
+    for found in ranks.run(in_layers, 2, how):
+        assert "the model keeps positions" in found
+
+
+class Turning(nn.Module):
+    """A layer that makes its positions itself."""
+
+    def __init__(self, kept: Remembering) -> None:
+        super().__init__()
+        self.kept, self.block = kept, Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x + self.kept.angles(x.size(1)).sin())
+
+
+class InLayers(nn.Module):
+    """Embeddings, layers, a head."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList([Turning(Remembering(how))])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def in_layers(how: str) -> str:
+    mesh = lss.init_mesh(2, device="cpu")
+    angles.cache_clear()
+    model = lss.parallelize(InLayers(how).double(), mesh, cut="layers")
+    model(tokens(14))
+    with pytest.raises(ModelError) as raised:
+        model(tokens(13))
+    return str(raised.value)
+
+
+class Empty(Around):
+    """Has biases of zeros, as models are made."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x: x)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+
+def of_zeros(how: str) -> Tensor:
+    mesh = lss.init_mesh(2, device="cpu")
+    torch.manual_seed(0)
+    model = lss.parallelize(Empty(), mesh)
+    if how == "fully_shard":
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh["sequence"], reshard_after_forward=False, ignored_params={model.gate})
+    batch = lss.shard({"tokens": tokens()}, mesh)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        return lss.unshard(model(**batch), batch["segment"], mesh)
+
+
+@pytest.mark.parametrize("how", ["autocast", "fully_shard"])
+def test_numbers_of_the_trial_are_used_in_no_call(ranks, how):
+    torch.manual_seed(0)
+    model = Empty()
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        expected = model(tokens()).detach()
+    for found in ranks.run(of_zeros, 2, how):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.01 if how == "autocast" else 1e-5)
+
+
+def one_group_evaluates() -> float:
+    mesh = lss.init_mesh(2, 2, device="cpu")
+    torch.manual_seed(0)
+    model = lss.parallelize(Around(lambda model, x: x), mesh)
+    batch = lss.shard({"tokens": tokens(), "labels": tokens(seed=2)}, mesh, shift_labels=1)
+    labels = batch.pop("labels")
+    if mesh.get_local_rank("data") == 0:
+        model.eval()(**batch)
+    loss = lss.token_mean_cross_entropy(model.train()(**batch), labels, lss.count_tokens(model, labels))
+    loss.backward()
+    lss.average_gradients(model)
+    return lss.context_of(model).sum_over_ranks(loss.detach()).item()
+
+
+def test_one_data_group_may_evaluate_first(ranks):
+    assert len(set(ranks.run(one_group_evaluates, 4))) == 1

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -51,6 +53,7 @@ def aside(model: nn.Module, context: SequenceContext, trial: Trial, mode: TorchF
 def opened(model: nn.Module) -> Iterator[None]:
     """Weights that are all next to nothing hold other numbers, the same on all ranks: else they hide things."""
     with ExitStack() as stack:
+        stack.callback(_reshard, model)
         for number, weight in enumerate(model.parameters()):
             values = (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
             if weight.requires_grad and (constant := _constant(values)) is not None:
@@ -59,8 +62,16 @@ def opened(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def _reshard(model: nn.Module) -> None:
+    """Free the whole weights that `fully_shard` has gathered in the trial."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module is not model:
+            module.reshard()
+
+
 def _constant(values: Tensor) -> float | None:
-    if not values.numel() or values.untyped_storage().size() == 0 or not values.is_floating_point():
+    is_there = values.numel() and values.untyped_storage().size()
+    if not is_there or not values.is_floating_point() or values.element_size() < 2:
         return None
     least, most = (bound.item() for bound in values.aminmax())
     return least if least == most and abs(least) <= _NEXT_TO_NOTHING else None
@@ -116,7 +127,9 @@ def _watched(model: nn.Module, context: SequenceContext) -> Iterator[None]:
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Attributes, what they list, tensors that are no weights, and random numbers are left as they were."""
-    with ExitStack() as stack, torch.random.fork_rng({w.device for w in model.parameters() if w.device.type == "cuda"}):
+    devices = {weight.device.index for weight in model.parameters() if weight.device.type == "cuda"}
+    devices |= {torch.cuda.current_device()} if torch.cuda.is_initialized() else set()
+    with ExitStack() as stack, torch.random.fork_rng(devices):
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         seen: set[int] = set()
@@ -139,15 +152,20 @@ def _restores(value: Any, seen: set[int]) -> Iterator[Callable[[], None]]:
     elif isinstance(value, SimpleNamespace):
         yield from _restores(vars(value), seen)
     elif isinstance(value, list | deque | dict | set):
-        yield partial(_put_back, value, value.copy())
+        yield partial(_put_back, value, dict(value) if isinstance(value, dict) else copy(value))
         for part in value.values() if isinstance(value, dict) else value:
             yield from _restores(part, seen)
 
 
 def _put_back(value: Any, before: Any) -> None:
-    """Into a container."""
-    value.clear()
-    (value.extend if isinstance(value, list | deque) else value.update)(before)
+    """Into a container, whatever its own kind allows."""
+    kind: Any = next(kind for kind in (OrderedDict, dict, list, deque, set) if isinstance(value, kind))
+    kind.clear(value)
+    if isinstance(value, dict):
+        for name, part in before.items():
+            kind.__setitem__(value, name, part)
+    else:
+        (kind.update if kind is set else kind.extend)(value, before)
 
 
 def _write_back(tensor: Tensor, before: Tensor) -> None:
@@ -158,11 +176,14 @@ def _write_back(tensor: Tensor, before: Tensor) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without graphs, warnings and compilation."""
+    """Without graphs, warnings, compilation and what autocast remembers."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        # else autocast would take numbers of the trial for weights later, and weights for numbers of the trial
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

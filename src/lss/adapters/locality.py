@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lss.adapters import losses
 from lss.adapters.alike import alike
 from lss.adapters.aside import aside, opened
-from lss.adapters.few_tokens import FEWEST, FewTokens, layouts_of, unusual_numbers
+from lss.adapters.few_tokens import FewTokens, layouts_of, unusual_numbers
 from lss.callers import Caller
 from lss.collectives import agree
 from lss.compiled import eager
@@ -69,10 +69,11 @@ class Locality:
         if context.sequence.size == 1 or context.trial is not None or way in context.findings.tried:
             return
         attempt = partial(self._try, args, kwargs)
-        if context.num_calls == 1:  # later ways may be those of one rank, which must not wait for others
+        is_first_trained = self.model.training and context.num_trained == 1
+        if context.num_calls == 1 or is_first_trained:  # later ways may be those of one rank
             attempt = partial(agree, attempt, context.sequence.group)
-            if self.model.training and context.data.size > 1:  # evaluation may be of one data group
-                attempt = partial(agree, attempt, context.data.group)
+        if is_first_trained and context.data.size > 1:  # evaluation may be of one data group
+            attempt = partial(agree, attempt, context.data.group)
         outcome = attempt()
         if outcome not in _OF_THE_BATCH or context.num_calls >= _CALLS:
             context.findings.tried[way] = outcome
@@ -85,7 +86,7 @@ class Locality:
         numbers_tokens, said = dict(findings.numbers_tokens), ""
         if any(layout.segment_length < 2 for layout in layouts_of(self.context)):
             return _ONE_TOKEN
-        for halves in (unusual_numbers(self.model, (args, kwargs)), FEWEST):
+        for halves in unusual_numbers(self.model, (args, kwargs)):
             try:
                 with opened(self.model):
                     return self._compare(halves, args, kwargs)
@@ -109,8 +110,8 @@ class Locality:
             return f"tried up to {found[0]}, which is declared safe and makes other values"
         return _ALONE if runs[0].tokens_differ else _EQUAL_TOKENS
 
-    def _first_difference(self, halves: tuple[int, int], runs: Sequence[Trial]) -> tuple[str, str, int] | None:
-        """The module whose code is the first to make something else of a token, what, and of how many dims."""
+    def _first_difference(self, halves: tuple[int, int], runs: Sequence[Trial]) -> tuple[str, str, Tensor] | None:
+        """The module whose code is the first to make something else of a token, how, and what."""
         safe = self.context.safe
         with torch._C.DisableTorchFunction():  # the mode that is in force costs time
             for place in runs[0].notes:
@@ -123,7 +124,7 @@ class Locality:
                 if all(is_as_noted(*each) for each in found) and not _passes(
                     what, halves, *(part for part, _ in found)
                 ):
-                    return name, what, found[0][0].dim()
+                    return name, what, found[0][0]
         return None
 
     def _run(self, halves: tuple[int, int], tokens: range, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial:
@@ -169,14 +170,14 @@ def _passes(what: str, halves: tuple[int, int], whole: Tensor, first: Tensor, se
     return (is_call and not whole.dim()) or alike(whole, first, second, halves, may_count=is_call)
 
 
-def _refusal(name: str, what: str, num_dims: int) -> ModelError:
+def _refusal(name: str, what: str, made: Tensor) -> ModelError:
     if what == KEEPS:
         return ModelError(
             f"the model keeps in {name} what it makes of its rank's tokens: ranks would come to hold unlike values",
             allowed="buffers in which no tokens are counted or averaged",
             remedy=f"safe=[{name!r}] if ranks may differ there",
         )
-    if (name, what, num_dims) == ("", RETURNS, 0):
+    if (name, what) == ("", RETURNS) and not made.dim() and made.is_floating_point():
         return losses.of_its_own()
     apart = f"safe=[{name!r}]" if name else "put it into a module of its own and declare that by safe=[...]"
     return ModelError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -76,14 +76,12 @@ def _is_ignored(labels: Tensor, context: SequenceContext) -> Tensor:
     """Which labels `lss.shard` has set to -100; where it did not know them as labels, also those of empty slots."""
     ignored = labels == IGNORE_INDEX
     size, number = context.layout.segment_length, context.num_sequences
-    empty = size - context.layout.num_tokens(context.sequence.rank)
-    if not empty or labels.numel() != number * size:
+    if context.present.has_labels or labels.numel() != number * size:
         return ignored
-    rows = ignored.reshape(number, size), ignored.reshape(size, number).T  # slots may come first
-    is_filled = torch.stack([part[:, -empty:].all() for part in rows]).any()
-    is_empty = torch.arange(size, device=labels.device) >= size - empty
-    is_empty = is_empty.repeat(number) if context.token_dim else is_empty.repeat_interleave(number)
-    return ignored | (is_empty.view(labels.shape) & ~is_filled)
+    is_empty = torch.arange(size, device=labels.device) >= context.layout.num_tokens(context.sequence.rank)
+    slots_first = not context.token_dim or (labels.dim() == 2 and labels.size(0) == size != number)
+    is_empty = is_empty.repeat_interleave(number) if slots_first else is_empty.repeat(number)
+    return ignored | is_empty.view(labels.shape)
 
 
 def _cross_entropy(named: dict[str, Any], context: SequenceContext) -> Tensor:
@@ -125,9 +123,14 @@ def require_taken(model: nn.Module, outputs: Any, *, first: bool) -> None:
         first: Whether what its modules keep as attributes is looked at too.
     """
     returned = [_ends(part) for part in tensors_in(outputs)]
-    kept = [_ends(part) for module in model.modules() for part in vars(module).values()] if first else []
+    kept = [_ends(part) for module in model.modules() for part in _kept(module)] if first else []
     if any(ends not in (set(), {_WHOLE}, {_WEIGHT}) for ends in returned) or any(ends - {_WHOLE} for ends in kept):
         raise of_its_own()
+
+
+def _kept(module: nn.Module) -> Iterator[Any]:
+    for value in vars(module).values():
+        yield from value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
 
 
 def _ends(number: Any) -> set[str]:
