@@ -16,7 +16,7 @@ from lss.trial import Trial, tensors_in
 
 # Tokens of either half of a trial; and where code cannot be run on so many.
 _HALVES = ((11, 14), (13, 16), (17, 20), (19, 22), (23, 26), (29, 34), (37, 46), (43, 58), (53, 62), (71, 82))
-_FEWEST = ((3, 5), (4, 5), (5, 6), (5, 7), (6, 7))
+_FEWEST = ((3, 5), (4, 5), (5, 6), (5, 7), (6, 7), (6, 9), (7, 10))
 
 
 def unusual_numbers(model: nn.Module, given: Any) -> Iterator[tuple[int, int]]:
@@ -24,8 +24,10 @@ def unusual_numbers(model: nn.Module, given: Any) -> Iterator[tuple[int, int]]:
     tensors = (*tensors_in(given), *model.parameters(), *model.buffers())
     sizes = {size for tensor in tensors for size in tensor.shape}
     taken = {number for size in sizes for number in (size, size - 1, size // 2, size // 2 - 1)}
-    for candidates in (_HALVES, _FEWEST):
-        yield next((halves for halves in candidates if not taken & {*halves, sum(halves)}), candidates[-1])
+    many, few = (
+        [halves for halves in candidates if not taken & {*halves, sum(halves)}] for candidates in (_HALVES, _FEWEST)
+    )
+    yield from [*many, _HALVES[-1]][:1] + few[:1]
 
 
 def layouts_of(context: SequenceContext) -> Iterator[Layout]:
