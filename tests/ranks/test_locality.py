@@ -1,12 +1,10 @@
 """Code that works on tokens outside attention: refused if it is wrong, however it is written; else let alone."""
 
 import math
-import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -331,23 +329,3 @@ def in_one_data_group() -> str:
 
 def test_what_one_data_group_refuses_ends_the_others(ranks):
     assert all("other values for a token" in said for said in ranks.run(in_one_data_group, 4))
-
-
-def mixtral(implementation: str | None) -> float:
-    mesh = lss.init_mesh(2, device="cpu")
-    torch.manual_seed(0)
-    shape = transformers.MixtralConfig(
-        vocab_size=31, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        num_key_value_heads=2, num_local_experts=8, experts_implementation=implementation,
-    )  # fmt: skip
-    model = lss.parallelize(transformers.MixtralForCausalLM(shape), mesh)
-    batch = {"input_ids": tokens(60), "labels": tokens(60)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        return model(**lss.shard(batch, mesh, shift_labels=1)).loss.item()
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
-def test_experts_of_transformers_are_taken(ranks, implementation):
-    for loss in ranks.run(mixtral, 2, implementation):
-        assert 3 < loss < 4

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lss
 from lss.errors import ModelError
-from tests.plain import VOCABULARY, WIDTH, Block, tokens
+from tests.plain import WIDTH, tokens
 from tests.ranks.test_locality import Around
 
 
@@ -231,45 +231,6 @@ def test_a_module_that_is_declared_safe_hides_nothing_behind_it(ranks):
         assert rank or "tried up to inner, which is declared safe and makes other values" in told
 
 
-def dispatched(model: Around, x: Tensor) -> Tensor:
-    """Experts that are given their tokens sorted, whose sums are all next to zero."""
-    flat = nn.functional.layer_norm(x, (WIDTH,)).reshape(-1, WIDTH)
-    chosen = flat[:, :4].argmax(1)
-    order = chosen.argsort(stable=True)
-    made = [model.experts[n](part) for n, part in enumerate(flat[order].split(chosen.bincount(minlength=4).tolist()))]
-    return x + torch.empty_like(flat).index_copy(0, order, torch.cat(made)).view_as(x)
-
-
-def sorted_experts(dtype: torch.dtype) -> tuple:
-    return outcome(Around, what=dispatched, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_sorted_experts_are_taken(ranks, dtype):
-    torch.manual_seed(0)
-    expected = Around(dispatched).to(dtype)(tokens()).detach()
-    for (found,), told in ranks.run(sorted_experts, 2, dtype):
-        torch.testing.assert_close(found, expected)
-        assert not told
-
-
-def in_bfloat16() -> float:
-    mesh = lss.init_mesh(2, device="cpu")
-    torch.manual_seed(0)
-    shape = transformers.GptOssConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        num_key_value_heads=2, num_local_experts=8, head_dim=8, layer_types=["full_attention"] * 2,
-    )  # fmt: skip
-    model = lss.parallelize(transformers.GptOssForCausalLM(shape).bfloat16(), mesh)
-    batch = torch.randint(3, 64, (2, 160))
-    return model(**lss.shard({"input_ids": batch, "labels": batch}, mesh, shift_labels=1)).loss.item()
-
-
-def test_experts_in_bfloat16_are_taken(ranks):
-    for loss in ranks.run(in_bfloat16, 2):
-        assert 3.8 < loss < 4.6
-
-
 def numbers(count: int) -> Tensor:
     return torch.arange(count)
 
@@ -295,101 +256,6 @@ def test_one_function_may_number_tokens_and_other_things(ranks):
     for (found,), told in ranks.run(counting, 2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         assert not told
-
-
-@functools.lru_cache
-def angles(length: int) -> Tensor:
-    return torch.arange(length)[:, None] * torch.linspace(0, 1, WIDTH)
-
-
-class Remembering(nn.Module):
-    """Keeps angles for later calls: by length, in a cache of functions, or as long as ever was needed."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.embed, self.block = nn.Embedding(VOCABULARY, WIDTH), Block()
-        self.head, self.how, self._by_length, self.longest = nn.Linear(WIDTH, VOCABULARY), how, {}, None
-
-    def angles(self, length: int) -> Tensor:
-        if self.how == "a cache of functions":
-            return angles(length)
-        if self.how == "by length":
-            if length not in self._by_length:
-                self._by_length[length] = angles.__wrapped__(length)
-            return self._by_length[length]
-        if self.longest is None or len(self.longest) < length:
-            self.longest = angles.__wrapped__(length)
-        return self.longest[:length]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.block(self.embed(tokens) + self.angles(tokens.size(1)).sin()))
-
-
-def remembering(how: str, lengths: tuple[int, ...], clear: bool = True) -> tuple:
-    angles.cache_clear()
-    return outcome(functools.partial(Remembering, how), batches=[tokens(length) for length in lengths])
-
-
-HOW = ["a cache of functions", "by length", "as long as ever"]
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_positions_that_are_kept_are_right_for_batches_of_one_length(ranks, how):
-    torch.manual_seed(0)
-    model = Remembering(how).double()
-    angles.cache_clear()
-    for found, told in ranks.run(remembering, 2, how, (14, 14)):
-        for outputs in found:
-            torch.testing.assert_close(outputs, model(tokens(14)).detach(), rtol=1e-12, atol=1e-12)
-        assert not told
-
-
-@pytest.mark.parametrize(("how", "lengths"), [*((how, (14, 13)) for how in HOW), ("as long as ever", (40, 8))])
-def test_positions_that_are_kept_are_refused_for_another_length(ranks, how, lengths):
-    for (_, said), _ in ranks.run(remembering, 2, how, lengths):
-        assert "the model keeps positions" in said
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_positions_that_layers_keep_are_refused_for_another_length(ranks, how):
-    for found in ranks.run(in_layers, 2, how):
-        assert "the model keeps positions" in found
-
-
-class Turning(nn.Module):
-    """A layer that makes its positions itself."""
-
-    def __init__(self, kept: Remembering) -> None:
-        super().__init__()
-        self.kept, self.block = kept, Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x + self.kept.angles(x.size(1)).sin())
-
-
-class InLayers(nn.Module):
-    """Embeddings, layers, a head."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList([Turning(Remembering(how))])
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def in_layers(how: str) -> str:
-    mesh = lss.init_mesh(2, device="cpu")
-    angles.cache_clear()
-    model = lss.parallelize(InLayers(how).double(), mesh, cut="layers")
-    model(tokens(14))
-    with pytest.raises(ModelError) as raised:
-        model(tokens(13))
-    return str(raised.value)
 
 
 class Empty(Around):

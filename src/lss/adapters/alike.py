@@ -65,11 +65,16 @@ def _same_rows(whole: Tensor, first: Tensor, second: Tensor) -> bool:
     rows, others = (_flat(part) for part in (whole, torch.cat((first, second))))
     mixer = torch.randn(rows.size(1), 64, dtype=rows.dtype, generator=torch.Generator().manual_seed(0)).to(rows.device)
     enough = 1.0 if whole.element_size() > 2 else 0.5  # rounding may send a token elsewhere in 16 bits
-    return all(
-        _agree(one, other[nearest], _within(whole)).double().mean() >= enough
+    shares = (
+        _agree(one, other[_nearest(one @ mixer, other @ mixer)], _within(whole)).double().mean()
         for one, other in ((rows, others), (others, rows))
-        for nearest in [torch.cat([torch.cdist(part, other @ mixer).argmin(1) for part in (one @ mixer).split(1024)])]
     )
+    return all(share >= enough for share in shares)
+
+
+def _nearest(rows: Tensor, others: Tensor) -> Tensor:
+    """The row of the others [n, 64] that is next to each of [m, 64]: int64 [m]."""
+    return torch.cat([torch.cdist(part, others).argmin(1) for part in rows.split(1024)])
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -65,8 +65,11 @@ class Locality:
             args: Of the call that is to come.
             kwargs: The same by name.
         """
-        context, way = self.context, _way(self.model.training, args, kwargs)
-        if context.sequence.size == 1 or context.trial is not None or way in context.findings.tried:
+        context = self.context
+        if context.sequence.size == 1 or context.trial is not None:
+            return
+        way = _way(self.model.training, args, kwargs)
+        if way in context.findings.tried:
             return
         attempt = partial(self._try, args, kwargs)
         is_first_trained = self.model.training and context.num_trained == 1
