@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ class Axis:
         rank: This rank's index.
         ledger: Where collectives are counted.
         group: The process group; None for one rank.
+        device_type: Where the ranks compute: `cpu`, `cuda`; empty without a mesh.
         ordered: Whether sums are taken in the order of the ranks, whatever the backend would do: the parts are sent as
             they are and added here.
     """
@@ -40,6 +42,7 @@ class Axis:
     rank: int
     ledger: Ledger
     group: dist.ProcessGroup | None = None
+    device_type: str = ""
     ordered: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
@@ -62,9 +65,10 @@ class Axis:
                 f"a DeviceMesh with the axes {', '.join(mesh.mesh_dim_names)}",
                 allowed=f"an axis {SEQUENCE!r}, {DATA!r}, or both, and any others",
             )
+        kind = mesh.device_type
         if name not in mesh.mesh_dim_names:
-            return cls(name, 1, 0, ledger)
-        return cls(name, mesh[name].size(), mesh.get_local_rank(name), ledger, mesh.get_group(name), ordered)
+            return cls(name, 1, 0, ledger, device_type=kind)
+        return cls(name, mesh[name].size(), mesh.get_local_rank(name), ledger, mesh.get_group(name), kind, ordered)
 
     def all_gather(self, segment: Tensor, *, layer: str, phase: str) -> Tensor:
         """Concatenate the segments of all ranks along dim 0: [S, ...] to [N * S, ...]."""
@@ -76,7 +80,8 @@ class Axis:
             return lambda: segment
         segment = segment.contiguous()
         whole = segment.new_empty((self.size * segment.size(0), *segment.shape[1:]))
-        wait = self._start(_all_gather, "all_gather", layer, phase, whole, segment)
+        begin = partial(_all_gather, whole, segment, group=self.group, async_op=True)
+        wait = self._start("all_gather", layer, phase, (self.size - 1) * _num_bytes(segment), begin, (whole, segment))
         return lambda: wait() or whole
 
     def reduce_scatter(self, whole: Tensor, *, layer: str, phase: str) -> Tensor:
@@ -90,11 +95,13 @@ class Axis:
         """As `reduce_scatter`, which goes on in the background; what is returned waits for it and gives the part."""
         if self.size == 1:
             return lambda: whole
-        if self.ordered or whole.device.type == "cpu":
+        if self.ordered or self.device_type == "cpu":
             return self._start_exchange(whole, layer, phase)
         summand = (whole.float() if whole.element_size() < 4 else whole).contiguous()
         segment = summand.new_empty((whole.size(0) // self.size, *whole.shape[1:]))
-        wait = self._start(_reduce_scatter, "reduce_scatter", layer, phase, segment, summand)
+        begin = partial(_reduce_scatter, segment, summand, group=self.group, async_op=True)
+        num_bytes = (self.size - 1) * _num_bytes(segment)
+        wait = self._start("reduce_scatter", layer, phase, num_bytes, begin, (segment, summand))
         return lambda: wait() or segment.to(whole.dtype)
 
     def all_reduce_(self, tensor: Tensor, *, layer: str, phase: str) -> Tensor:
@@ -104,15 +111,15 @@ class Axis:
             tensor.copy_(_sum_in_order(parts).view_as(tensor))
         elif self.size > 1:
             num_bytes = 2 * (self.size - 1) * _num_bytes(tensor) // self.size
-            with self._counted("all_reduce", layer, phase, num_bytes):
-                dist.all_reduce(tensor, group=self.group)
+            begin = partial(dist.all_reduce, tensor, group=self.group, async_op=True)
+            self._start("all_reduce", layer, phase, num_bytes, begin)()
         return tensor
 
     def broadcast_(self, tensor: Tensor, *, layer: str, phase: str) -> Tensor:
         """Overwrite with the tensor of the axis' first rank, in place."""
         if self.size > 1:
-            with self._counted("broadcast", layer, phase, _num_bytes(tensor)):
-                dist.broadcast(tensor, group_src=0, group=self.group)
+            begin = partial(dist.broadcast, tensor, group_src=0, group=self.group, async_op=True)
+            self._start("broadcast", layer, phase, _num_bytes(tensor), begin)()
         return tensor
 
     def _start_exchange(self, whole: Tensor, layer: str, phase: str) -> Callable[[], Tensor]:
@@ -120,39 +127,34 @@ class Axis:
         summands = whole.contiguous().unflatten(0, (self.size, -1))
         parts = [summands[self.rank] if r == self.rank else torch.empty_like(summands[r]) for r in range(self.size)]
         others = [r for r in range(self.size) if r != self.rank]
-        with self._counted("reduce_scatter", layer, phase, _num_bytes(summands[0]) * len(others)):
-            handles = [dist.isend(summands[r], group=self.group, group_dst=r) for r in others]
-            handles += [dist.irecv(parts[r], group=self.group, group_src=r) for r in others]
-        wait = self._waiting(handles, "reduce_scatter", layer, phase)
+
+        def begin() -> list[Any]:
+            sent = [dist.isend(summands[r], group=self.group, group_dst=r) for r in others]
+            return sent + [dist.irecv(parts[r], group=self.group, group_src=r) for r in others]
+
+        wait = self._start("reduce_scatter", layer, phase, _num_bytes(summands[0]) * len(others), begin)
         return lambda: wait() or _sum_in_order(parts).to(whole.dtype)
 
     def _start(
-        self, call: Callable[..., Any], operation: str, layer: str, phase: str, result: Tensor, given: Tensor
+        self,
+        operation: str,
+        layer: str,
+        phase: str,
+        num_bytes: int,
+        begin: Callable[[], Any],
+        tensors: tuple[Tensor, ...] = (),
     ) -> Callable[[], None]:
-        """Start a collective; what is returned waits for it, and keeps its tensors until then."""
-        num_bytes = (self.size - 1) * max(_num_bytes(result), _num_bytes(given)) // self.size
-        with self._counted(operation, layer, phase, num_bytes):
-            handle = call(result, given, group=self.group, async_op=True)
-        return self._waiting([handle], operation, layer, phase, (result, given))
+        """Start a collective and count it; what is returned waits for it, and keeps its tensors until then."""
+        entry = Entry(self.name, operation, phase, layer)
+        with _named(str(entry)), self.ledger.starting(entry, num_bytes):
+            begun = begin()
 
-    def _waiting(
-        self, handles: Sequence[Any], operation: str, layer: str, phase: str, tensors: tuple[Tensor, ...] = ()
-    ) -> Callable[[], None]:
         def wait(kept: tuple[Tensor, ...] = tensors) -> None:
-            with _named(self._described(operation, layer, phase)), self.ledger.waiting():
-                for handle in handles:
+            with _named(str(entry)), self.ledger.waiting(entry):
+                for handle in begun if isinstance(begun, list) else [begun]:
                     handle.wait()
 
         return wait
-
-    def _described(self, operation: str, layer: str, phase: str) -> str:
-        return f"{operation} of {layer} ({phase}) over the {self.name} axis"
-
-    @contextmanager
-    def _counted(self, operation: str, layer: str, phase: str, num_bytes: int) -> Iterator[None]:
-        with _named(self._described(operation, layer, phase)), self.ledger.waiting():
-            yield
-        self.ledger.record(Entry(self.name, operation, phase, layer), num_bytes)
 
 
 class _Gather(torch.autograd.Function):
@@ -184,6 +186,37 @@ def gather(segment: Tensor, axis: Axis, layer: str) -> Tensor:
         return segment
     whole: Tensor = _Gather.apply(segment, axis, layer)  # type: ignore[no-untyped-call]
     return whole
+
+
+class _Scatter(torch.autograd.Function):
+    """Reduce-scatter along dim 0 forward; its dual, an all-gather of the gradient, backward."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, axis: Axis, layer: str) -> Tensor:
+        ctx.axis, ctx.layer = axis, layer
+        return axis.reduce_scatter(whole, layer=layer, phase="forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.axis.all_gather(gradients[0], layer=ctx.layer, phase="backward"), None, None
+
+
+def scatter(whole: Tensor, axis: Axis, layer: str) -> Tensor:
+    """Sum over the ranks and keep this rank's part of dim 0, in the graph; the dual in backward is an all-gather.
+
+    Args:
+        whole: [N * S, ...], of the same shape on every rank.
+        axis: The axis to sum over.
+        layer: The name under which the ledger counts it.
+
+    Returns:
+        [S, ...].
+    """
+    if axis.size == 1:
+        return whole
+    part: Tensor = _Scatter.apply(whole, axis, layer)  # type: ignore[no-untyped-call]
+    return part
 
 
 class _Sum(torch.autograd.Function):

@@ -80,7 +80,7 @@ class AttentionConfig:
     Args:
         gather: What a layer gathers: x (its input, one message), kv (packed, one message), separate (two), or auto,
             whichever of x and kv takes fewer seconds.
-        kernel: What computes; auto takes the fastest that can.
+        kernel: What computes; auto takes the fastest that can; stored keeps all scores for backward, as the paper ran.
         keep: Whether what was gathered is kept for backward; else it is gathered again, in less memory.
         chunks: Pieces in which it is gathered, in less memory still; with more than one, none is kept.
         layout: Which tokens a rank holds: zigzag (equal work under a causal mask) or contiguous (the paper's).

@@ -13,6 +13,7 @@ from lss.batch import Cut, require_one_batch
 from lss.collectives import Axis
 from lss.compiled import eager
 from lss.errors import LayoutError, ModelError
+from lss.fake import has_values
 from lss.findings import Findings
 from lss.frames import Frames, in_backward
 from lss.layout import Layout, LayoutName, Piece
@@ -100,7 +101,7 @@ class SequenceContext:
         self.num_sequences = num_sequences
         self.step = self.num_trained if batch.step is None else batch.step
         self.num_trained += training
-        if self.num_calls == 0 and batch.checksum is not None:
+        if self.num_calls == 0 and batch.checksum is not None and has_values():
             require_one_batch(batch.checksum, self.sequence)
         self.num_calls += 1
 

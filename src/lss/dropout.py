@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.errors import ModelError
+from lss.fake import has_values
 from lss.frames import in_backward
 from lss.layout import Piece
 
@@ -94,6 +95,8 @@ class Site:
             device: Where the mask is made.
             block: Number of the block of columns, where they come in several.
         """
+        if not has_values():
+            return torch.empty(num_positions, features, dtype=torch.bool, device=device)
         sequence = self.first_sample + sample
         place = (self.context.seed, self.context.step, self.index, sequence, block, *[self.use] * bool(self.use))
         fields = struct.pack(f"<{len(place)}q", *place)
@@ -172,16 +175,16 @@ def keep_weights(site: Site, rows: range, queries: Piece, keys: Piece, num_heads
         device: Where the mask is made.
     """
     first, last, number = keys.start // _KEYS, (keys.stop - 1) // _KEYS + 1, len(queries)
-    masks = [
-        torch.cat(
-            [
-                site.keep(row, queries.start, number, _KEYS * num_heads, device, block).view(number, _KEYS, num_heads)
-                for block in range(first, last)
-            ],
-            1,
-        )
-        for row in rows
-    ]
+    shape = number, -1, num_heads
+    if has_values():
+        width = _KEYS * num_heads
+        drawn = [
+            [site.keep(row, queries.start, number, width, device, block).view(shape) for block in range(first, last)]
+            for row in rows
+        ]
+    else:  # all blocks at once
+        drawn = [[site.keep(row, 0, number, _KEYS * num_heads * (last - first), device).view(shape)] for row in rows]
+    masks = [torch.cat(blocks, 1) for blocks in drawn]
     wanted = torch.stack(masks)[:, :, keys.start - first * _KEYS : keys.stop - first * _KEYS]
     return wanted.permute(0, 3, 1, 2)  # [rows, S, T, H] -> [rows, H, S, T]
 

@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -147,14 +149,20 @@ class Layout:
 
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Index in the whole sequence of each slot of `rank`: int64 [S]; 0 in empty slots."""
-        found = torch.zeros(self.segment_length, dtype=torch.int64)
-        for piece in self.pieces(rank):
-            found[piece.slot : piece.slot + len(piece)] = torch.arange(piece.start, piece.stop)
-        return found.to(device)
+        first = rank * self.segment_length
+        return torch.tensor(self._order[first : first + self.segment_length], device=device)
 
     def all_positions(self, device: torch.device | None = None) -> Tensor:
         """`positions` of all ranks in rank order: int64 [N * S]."""
-        return torch.cat([self.positions(rank) for rank in range(self.num_ranks)]).to(device)
+        return torch.tensor(self._order, device=device)
+
+    @cached_property
+    def _order(self) -> npt.NDArray[np.int64]:
+        """`all_positions` on the host."""
+        found = np.zeros(self.padded_length, np.int64)
+        for piece in self.all_pieces():
+            found[piece.slot : piece.slot + len(piece)] = np.arange(piece.start, piece.stop)
+        return found
 
     def shard(self, whole: Tensor, rank: int, *, dim: int, fill: float | None) -> Tensor:
         """Cut the segment of `rank` out of a whole tensor.

@@ -30,6 +30,9 @@ class Entry:
     phase: str
     layer: str
 
+    def __str__(self) -> str:
+        return f"{self.operation} of {self.layer} ({self.phase}) over the {self.axis} axis"
+
 
 @dataclass
 class Ledger:
@@ -58,8 +61,16 @@ class Ledger:
         self.waited = 0.0
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the seconds of what is done in it."""
+    def starting(self, entry: Entry, num_bytes: int) -> Iterator[None]:
+        """Count a collective that is started within it, and the seconds that this takes."""
+        started = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - started
+        self.record(entry, num_bytes)
+
+    @contextmanager
+    def waiting(self, entry: Entry) -> Iterator[None]:
+        """Count the seconds in which the earliest collective of an entry that is on its way is awaited."""
         started = time.perf_counter()
         yield
         self.waited += time.perf_counter() - started

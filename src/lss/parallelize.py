@@ -74,7 +74,8 @@ def parallelize(
             alone.
         gather: What an attention layer gathers: its input (`x`, one message), keys and values packed (`kv`, one
             message), or apart (`separate`, two); `auto` takes `x` or `kv`, whichever takes fewer seconds.
-        kernel: What computes attention; `auto` takes the fastest that can.
+        kernel: What computes attention; `auto` takes the fastest that can; `stored` keeps all scores for backward, as
+            the paper ran.
         keep: Whether what was gathered is kept for backward; else it is gathered again, and memory falls to that of one
             layer.
         chunks: Pieces in which it is gathered, the next on its way while one is computed; none is kept. One more

@@ -12,6 +12,7 @@ from lss.collectives import gather
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.errors import LayoutError, ModelError
+from lss.fake import has_values
 from lss.fully_sharded import is_cut
 from lss.layout import Layout
 
@@ -78,7 +79,7 @@ class ShardedPositions(nn.Module):
         if self.context.trial is not None:  # which has no other ranks' rows
             return self.weight.new_zeros(*indices.shape, self.weight.size(1))
         positions = self.context.positions(indices.device)
-        if self.context.num_calls == 1:
+        if self.context.num_calls == 1 and has_values():
             self._require_slots(indices)
         if segment.position_ids is not None or self.layout != segment.layout:
             gathered = gather(self._padded(self.weight), self.context.sequence, self.name)

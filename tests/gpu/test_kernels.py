@@ -38,9 +38,7 @@ def close(actual, expected, dtype):
 @pytest.mark.parametrize("dtype", ERRORS)
 @pytest.mark.parametrize("name", CUDA)
 def test_a_block_as_math_computes_it(name, dtype, kind, heads, width):
-    needs = Needs(
-        torch.device("cuda"), dtype, kind == "mask", kind == "bias", head_width=width, value_width=width
-    )  # fmt: skip
+    needs = Needs("cuda", dtype, kind == "mask", kind == "bias", head_width=width, value_width=width)
     if CUDA[name].refuses(needs):
         pytest.skip(CUDA[name].refuses(needs))
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ def test_biases_sinks_and_kernels(ranks, num_ranks):
             *(getattr(case, name) for name in ("mask", "layout", "gather", "keep", "chunks", "ranks", "heads")),
             case.width,
             case.length,
-            drawn.choice(["auto", "math"]),
+            drawn.choice(["auto", "math", "stored"]),
             drawn.choice(["none", "alibi", "relative"]),
             drawn.choice([False, True]),
         )
@@ -78,7 +78,7 @@ CROSS: dict[str, Mask] = {
 }
 
 
-def crossing(name: str, keep: bool, chunks: int) -> dict[str, torch.Tensor]:
+def crossing(name: str, keep: bool, chunks: int, kernel: str) -> dict[str, torch.Tensor]:
     """Queries of 9 tokens in zigzag, keys of 17 in a row."""
     mesh = lss.init_mesh(3, device="cpu")
     rank = mesh.get_local_rank("sequence")
@@ -92,6 +92,7 @@ def crossing(name: str, keep: bool, chunks: int) -> dict[str, torch.Tensor]:
         key_layout=layouts["key"],
         keep=keep,
         chunks=chunks,
+        kernel=kernel,
     )
     (output * layouts["query"].shard(torch.ones(2, 4, 9, 8), rank, dim=2, fill=0).cumsum(-1)).sum().backward()
     axis = lss.collectives.Axis.of(mesh, "sequence", lss.Ledger())
@@ -109,14 +110,16 @@ def cross_tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CROSS)
-@pytest.mark.parametrize(("keep", "chunks"), [(True, 1), (False, 1), (True, 2)])
-def test_cross_attention(ranks, name, keep, chunks):
+@pytest.mark.parametrize(
+    ("keep", "chunks", "kernel"), [(True, 1, "auto"), (False, 1, "auto"), (True, 2, "auto"), (True, 1, "stored")]
+)
+def test_cross_attention(ranks, name, keep, chunks, kernel):
     given = {n: tensor.requires_grad_() for n, tensor in cross_tensors().items()}
     pairs = torch.stack([CROSS[name].pairs(row, torch.arange(9), torch.arange(17)) for row in range(2)])
     expected = F.scaled_dot_product_attention(*given.values(), attn_mask=pairs[:, None], enable_gqa=True)
     (expected * torch.ones(2, 4, 9, 8).cumsum(-1)).sum().backward()
     wanted = {"output": expected.detach()} | {n: tensor.grad for n, tensor in given.items()}
-    for found in ranks.run(crossing, 3, name, keep, chunks):
+    for found in ranks.run(crossing, 3, name, keep, chunks, kernel):
         for n, tensor in wanted.items():
             assert_same(found[n], tensor, n, TOLERANCE)
 
@@ -146,9 +149,9 @@ def odd_gpt():
     return model
 
 
-def run_odd(gather: str) -> dict[str, torch.Tensor]:
+def run_odd(gather: str, kernel: str) -> dict[str, torch.Tensor]:
     mesh = lss.init_mesh(2, device="cpu")
-    model = lss.parallelize(odd_gpt(), mesh, gather=gather)
+    model = lss.parallelize(odd_gpt(), mesh, gather=gather, kernel=kernel)
     tokens, labels = tokens_and_labels(2, 13)
     batch = lss.shard({"tokens": tokens, "labels": labels}, mesh, shift_labels=0)
     logits = model(batch["tokens"], segment=batch["segment"])
@@ -158,12 +161,13 @@ def run_odd(gather: str) -> dict[str, torch.Tensor]:
     return full_gradients(model)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "stored"])
 @pytest.mark.parametrize("gather", ["x", "kv", "separate"])
-def test_what_a_layer_says_is_honoured(ranks, gather):
+def test_what_a_layer_says_is_honoured(ranks, gather, kernel):
     model = odd_gpt()
     tokens, labels = tokens_and_labels(2, 13)
     F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
-    for found in ranks.run(run_odd, 2, gather):
+    for found in ranks.run(run_odd, 2, gather, kernel):
         for name, weight in model.named_parameters():
             assert_same(found[name], weight.grad, name)
 

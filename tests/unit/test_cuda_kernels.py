@@ -92,7 +92,7 @@ def test_torchs_operators_take_what_they_are_given(name, heads):
         assert [part.shape for part in gradients[:3]] == [given.query.shape, given.key.shape, given.value.shape]
 
 
-NEEDS = Needs(torch.device("cuda"), torch.bfloat16)
+NEEDS = Needs("cuda", torch.bfloat16)
 CHOSEN = {
     "flash": NEEDS,
     "efficient": replace(NEEDS, masks=True),
@@ -116,7 +116,7 @@ REFUSED = {
     "cudnn": (replace(NEEDS, head_width=256, value_width=256), "it takes heads up to 128 wide, and these are 256"),
     "efficient": (replace(NEEDS, head_width=20, value_width=20), "whose width is a multiple of 8, and these are 20"),
     "flex": (replace(NEEDS, drops_weights=True), "it cannot drop attention weights"),
-    "efficient ": (replace(NEEDS, device=torch.device("cpu")), "it runs on cuda, and tensors are on cpu"),
+    "efficient ": (replace(NEEDS, device_type="cpu"), "it runs on cuda, and tensors are on cpu"),
 }
 
 

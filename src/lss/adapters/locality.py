@@ -26,6 +26,7 @@ from lss.collectives import agree
 from lss.compiled import eager
 from lss.context import SequenceContext
 from lss.errors import ModelError
+from lss.fake import has_values
 from lss.frames import is_within
 from lss.layout import Layout
 from lss.trial import KEEPS, RANDOM, RETURNS, Trial, is_as_noted
@@ -66,7 +67,7 @@ class Locality:
             kwargs: The same by name.
         """
         context = self.context
-        if context.sequence.size == 1 or context.trial is not None:
+        if context.sequence.size == 1 or context.trial is not None or not has_values():
             return
         way = _way(self.model.training, args, kwargs)
         if way in context.findings.tried:

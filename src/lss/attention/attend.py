@@ -28,21 +28,25 @@ class Call:
         work: How blocks are computed.
         plan: Which blocks.
         source: What is gathered.
+        queries: The layout of the queries.
         keys: The layout of the keys.
         axis: The sequence axis.
         name: Of the layer, for the ledger.
         keep: Whether what was gathered is kept for backward; else it is gathered again.
         needs: What the kernel was chosen for.
+        is_stored: Whether all scores are computed at once and kept, instead of the plan's blocks.
     """
 
     work: Work
     plan: Plan
     source: Source
+    queries: Layout
     keys: Layout
     axis: Axis
     name: str
     keep: bool
     needs: Needs
+    is_stored: bool = False
 
     def slots(self, chunk: Chunk, device: torch.device) -> Tensor:
         """Slots in rank order, of all segments, that a chunk brings: int64 [N * (stop - start)]."""

@@ -9,6 +9,7 @@ from lss.attention.attend import attend
 from lss.attention.kernels import KernelName
 from lss.attention.schedule import Scene, Schedule, prepare
 from lss.attention.sources import Gather, KeyValue
+from lss.attention.stored import attend_stored
 from lss.bias import Bias
 from lss.collectives import Axis
 from lss.compiled import eager
@@ -57,7 +58,7 @@ def attention(
         sinks: [H], a score a head that every query sees besides, without a value.
         scale: Factor of the scores; None for 1 / sqrt(D).
         gather: `kv` or `separate`.
-        kernel: What computes; `auto` takes the fastest that can.
+        kernel: What computes; `auto` takes the fastest that can; `stored` keeps all scores for backward.
         keep: Whether gathered keys and values are kept for backward; else they are gathered again.
         chunks: Pieces in which they are gathered, so that memory falls to theirs; none is kept.
         ledger: Counts the collectives.
@@ -89,7 +90,7 @@ def attention(
     separate = gather == "separate" or key.size(-1) != value.size(-1)  # what is packed has one width
     schedule, source = Schedule(gather, kernel, keep, chunks), KeyValue(separate)
     call = prepare(schedule, scene, (query, key, value), source, axis, name)
-    return attend(query, key, value, call, sinks)
+    return (attend_stored if call.is_stored else attend)(query, key, value, call, sinks)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lss.attention.attend import attend
 from lss.attention.schedule import Scene, Schedule, describe, fewest_seconds, prepare
 from lss.attention.sources import Input, KeyValue, Source
+from lss.attention.stored import attend_stored
 from lss.bias import Bias
 from lss.compiled import eager
 from lss.context import SequenceContext
@@ -140,7 +141,7 @@ class Route:
         call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name)
         if self.name not in context.choices:
             context.choices[self.name] = describe(call)
-        return attend(*tensors, call, sinks, inputs)
+        return (attend_stored if call.is_stored else attend)(*tensors, call, sinks, inputs)
 
     def is_of_source(self, num_keys: int) -> bool:
         """Whether keys are those of other tokens than the layer's own: told by their number, where nothing else tells.
@@ -254,10 +255,9 @@ class DistributedAttention:
     def _source(self, x: Tensor, key: Tensor, value: Tensor) -> tuple[Source | None, tuple[Tensor, ...]]:
         """The layer's input where that is gathered, and the inputs that it needs; else None."""
         gather, context = self.route.schedule.gather, self.route.context
-        num_ranks = context.sequence.size
         if gather == "auto":
-            gather = fewest_seconds(x, key, value, num_ranks)
-        if gather != "x" or num_ranks == 1:
+            gather = fewest_seconds(x, key, value, context.sequence)
+        if gather != "x" or context.sequence.size == 1:
             return None, ()
         layer = cast(nn.Module, self.layer)
         parameters = tuple(weight for weight in layer.parameters() if weight.requires_grad)

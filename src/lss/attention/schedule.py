@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lss.attention.attend import Call
 from lss.attention.blocks import Work
-from lss.attention.kernels import KernelName, Needs, choose, why
+from lss.attention.kernels import MATH, STORED, KernelName, Needs, choose, why
 from lss.attention.plan import Limits, Plan, plan
 from lss.attention.sources import GATHERS, Gather, Source
 from lss.bias import Bias, learned_of, require_bias
@@ -101,7 +101,10 @@ def prepare(
     """
     query = tensors[0]
     _check(scene, tensors, name)
-    needs = _needs(scene, tensors)
+    needs = _needs(scene, tensors, axis)
+    if schedule.kernel == STORED:
+        work = Work(MATH, MATH, scene.mask, scene.scale, scene.bias, scene.dropout)
+        return Call(work, Plan((), ()), source, scene.queries, scene.keys, axis, name, True, needs, is_stored=True)
 
     kernel = choose(schedule.kernel, needs)
     limits = _limits(kernel.limits, scene)
@@ -115,11 +118,13 @@ def prepare(
     else:
         masked = replace(needs, masks=planned(axis.rank).has_partial)
     work = Work(kernel, choose(schedule.kernel, masked), scene.mask, scene.scale, scene.bias, scene.dropout)
-    return Call(work, planned(axis.rank), source, scene.keys, axis, name, schedule.keeps, masked)
+    return Call(work, planned(axis.rank), source, scene.queries, scene.keys, axis, name, schedule.keeps, masked)
 
 
 def describe(call: Call) -> str:
     """What was chosen, in a line."""
+    if call.is_stored:
+        return "all scores stored" + (f", gather {call.source.name}" if call.axis.size > 1 else "")
     kernel, number = why(call.work.kernel, replace(call.needs, masks=False)), len(call.plan.blocks)
     if call.work.partial is not call.work.kernel:
         kernel += f", where a mask cuts through a block {why(call.work.partial, call.needs)}"
@@ -129,27 +134,27 @@ def describe(call: Call) -> str:
     return f"kernel {kernel}, {number} blocks on this rank, gather {call.source.name}, {kept}"
 
 
-def fewest_seconds(x: Tensor, key: Tensor, value: Tensor, num_ranks: int) -> Gather:
+def fewest_seconds(x: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Gather:
     """`x` or `kv`, by bytes sent and by the projections that `x` repeats, two products forward and two backward.
 
     Args:
         x: [B, S, E].
         key: [B, K, S, D].
         value: [B, K, S, D].
-        num_ranks: N.
+        axis: The sequence axis, of N ranks.
     """
-    bandwidth, rate = _RATES.get(x.device.type, _RATES["cuda"])
-    tokens = x.size(0) * x.size(1) * (num_ranks - 1)
+    bandwidth, rate = _RATES.get(axis.device_type or x.device.type, _RATES["cuda"])
+    tokens = x.size(0) * x.size(1) * (axis.size - 1)
     width, key_value_width = x.size(-1), key.size(1) * (key.size(-1) + value.size(-1))
     sent = 2 * tokens * x.element_size() / bandwidth
     seconds_of_x = sent * width + 4 * 2 * tokens * width * key_value_width / rate
     return "x" if seconds_of_x < sent * key_value_width else "kv"
 
 
-def _needs(scene: Scene, tensors: tuple[Tensor, Tensor, Tensor]) -> Needs:
+def _needs(scene: Scene, tensors: tuple[Tensor, Tensor, Tensor], axis: Axis) -> Needs:
     query, _, value = tensors
     return Needs(
-        query.device,
+        axis.device_type or query.device.type,
         query.dtype,
         biases=scene.bias is not None,
         learns_bias=bool(learned_of(scene.bias)),

@@ -64,7 +64,7 @@ class Needs:
     """What is asked of a kernel.
 
     Args:
-        device: Where the tensors are.
+        device_type: Where the ranks compute.
         dtype: Of the query.
         masks: Whether some block needs a mask.
         biases: Whether scores are biased.
@@ -74,7 +74,7 @@ class Needs:
         value_width: D of values.
     """
 
-    device: torch.device
+    device_type: str
     dtype: torch.dtype
     masks: bool = False
     biases: bool = False
@@ -107,8 +107,8 @@ class Kernel:
 
     def refuses(self, needs: Needs) -> str:
         """Why it cannot do what is needed; empty if it can."""
-        if self.device not in ("", needs.device.type):
-            return f"it runs on {self.device}, and tensors are on {needs.device.type}"
+        if self.device not in ("", needs.device_type):
+            return f"it runs on {self.device}, and tensors are on {needs.device_type}"
         return self.cannot(needs)
 
 

@@ -1,0 +1,88 @@
+"""Nvidia's sequence parallelism as the paper describes it (Section 2.3, Figure 1(iv)).
+
+Embeddings, layer norms, dropout of residual branches and the loss work on segments. Attention and feed-forward are
+computed whole on every rank, between an all-gather and a reduce-scatter each: 4 collectives a block forward, and 4
+backward. Megatron's real form cuts their weights besides, which the paper's baseline does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lss.collectives import gather, scatter
+from lss.context import SequenceContext, context_of
+from lss.errors import ModelError
+from lss.layout import Layout
+from lss.models import GPT
+from lss.parallelize import parallelize
+
+
+def parallelize_as_megatron(model: GPT, mesh: DeviceMesh | None, **options: Any) -> GPT:
+    """Make a GPT work on segments but for its attention and feed-forward, which every rank computes whole.
+
+    Everything else is as of `lss.parallelize`: the batch, the loss, averaging of gradients.
+
+    Args:
+        model: A model of this package.
+        mesh: As of `lss.parallelize`.
+        options: The same.
+
+    Raises:
+        ModelError: The model is another one, or cannot be parallelized.
+    """
+    if not isinstance(model, GPT):
+        raise ModelError(
+            f"a {type(model).__name__} with the strategy megatron", allowed="lss.models.GPT: presets and configurations"
+        )
+    parallelize(model, mesh, **options)
+    context = context_of(model)
+    for number, block in enumerate(model.blocks):
+        for part in ("attention", "feed_forward"):
+            module = getattr(block, part)
+            module.forward = _Whole(module.forward, context, f"blocks.{number}.{part}")
+    return model
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The forward of a module that is computed on whole sequences by every rank.
+
+    Args:
+        forward: Of whole sequences.
+        context: Of the model.
+        name: Of the module, for the ledger.
+    """
+
+    forward: Callable[..., Tensor]
+    context: SequenceContext
+    name: str
+
+    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+        """[B, S, E] of this rank's slots to the same."""
+        axis, layout = self.context.sequence, self.context.layout
+        if axis.size == 1:
+            return self.forward(x, *args)
+        gathered = gather(x.transpose(0, 1), axis, self.name)  # [N * S, B, E]
+        whole = layout.unshard(gathered, dim=0).transpose(0, 1)
+        with _alone(self.context):
+            made = self.forward(whole, *args)
+        by_slot = made.transpose(0, 1).index_select(0, layout.all_positions(made.device)) / axis.size
+        return scatter(by_slot, axis, self.name).transpose(0, 1)
+
+
+@contextmanager
+def _alone(context: SequenceContext) -> Iterator[None]:
+    """This rank has all tokens, in order."""
+    segment, axis = context.present, context.sequence
+    context.segment = replace(segment, layout=Layout.contiguous(segment.layout.length, 1))
+    context.sequence = replace(axis, size=1, rank=0, group=None)
+    try:
+        yield
+    finally:
+        context.segment, context.sequence = segment, axis
