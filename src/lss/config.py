@@ -65,12 +65,17 @@ class ParallelConfig:
         data: Sequence groups, each with other sequences.
         device: auto (CUDA where there is a GPU), cpu or cuda.
         timeout: Seconds that a collective may wait for its slowest rank.
+        strategy: lss; or, to compare, megatron (the paper's baseline: attention and feed-forward whole on every rank) or
+            concatenated (the paper's method without averaging: outputs of attention are gathered too).
+        shard_parameters: Whether parameters, gradients and optimizer states are cut over all ranks (fully_shard).
     """
 
     sequence: int = 1
     data: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 1800.0
+    strategy: Literal["lss", "megatron", "concatenated"] = "lss"
+    shard_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class TrainConfig:
         steps: Optimizer steps.
         batch: Sequences a data group and step.
         accumulation: Micro-batches into which a batch is cut.
+        recompute: Whether layers are computed again in backward, so that only their inputs are kept.
         precision: fp32, bf16 (autocast over float32 weights) or fp64.
         learning_rate: Peak of the schedule.
         warmup_steps: Steps of linear warm-up, then a cosine down to a tenth.
@@ -118,6 +124,7 @@ class TrainConfig:
     steps: int = 100
     batch: int = 4
     accumulation: int = 1
+    recompute: bool = False
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     learning_rate: float = 1e-3
     warmup_steps: int = 10

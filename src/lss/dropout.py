@@ -96,13 +96,19 @@ class Site:
             block: Number of the block of columns, where they come in several.
         """
         if not has_values():
-            return torch.empty(num_positions, features, dtype=torch.bool, device=device)
+            return self._like_drawn(num_positions, features, device)
         sequence = self.first_sample + sample
         place = (self.context.seed, self.context.step, self.index, sequence, block, *[self.use] * bool(self.use))
         fields = struct.pack(f"<{len(place)}q", *place)
         key = hashlib.blake2b(fields, digest_size=16).digest()
         draw = _draw_on_host if device.type == "cpu" else _draw_in_blocks
         return draw(key, first_position, num_positions, features, device) >= self.dropped_levels - LEVELS // 2
+
+    def _like_drawn(self, num_positions: int, features: int, device: torch.device) -> Tensor:
+        """A mask without values, made by as much work; on the host, bits are no tensor of torch's."""
+        if self.context.sequence.device_type != "cuda":
+            return torch.empty(num_positions, features, dtype=torch.bool, device=device)
+        return torch.empty(num_positions, features, dtype=torch.int16, device=device).random_() >= 0
 
 
 class PositionDropout(nn.Module):

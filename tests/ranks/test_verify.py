@@ -11,8 +11,8 @@ import lss
 from lss.config import AttentionConfig
 from lss.errors import ConfigError, LayoutError
 from lss.models import GPT, GPTConfig
+from lss.target import Target
 from lss.verification import Report
-from lss.verification.target import Target
 from tests.faults import FAULTS, nothing
 
 LENGTH = 12

@@ -10,7 +10,7 @@ from tests.models import tiny_gpt
 
 def test_the_cosine_is_transformers():
     config = TrainConfig(steps=50, warmup_steps=0)
-    optimizer, ours = make_optimizer(tiny_gpt(8), config)
+    optimizer, ours = make_optimizer(tiny_gpt(8), config, foreach=False)
     theirs = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 0, 50, min_lr_rate=0.1)
     for step in range(50):
         assert learning_rate_share(step, 0, 50) == pytest.approx(theirs.lr_lambdas[0](step))
@@ -23,7 +23,7 @@ def test_the_warm_up_is_linear_and_never_zero():
 
 def test_only_matrices_decay():
     model = tiny_gpt(8)
-    optimizer, _ = make_optimizer(model, TrainConfig())
+    optimizer, _ = make_optimizer(model, TrainConfig(), foreach=False)
     decayed, kept = optimizer.param_groups
     assert {weight.dim() for weight in decayed["params"]} == {2}
     assert {weight.dim() for weight in kept["params"]} == {1}

@@ -78,7 +78,7 @@ class KeyValue:
 
     def key_value(self, gathered: list[Tensor], slots: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         """Views."""
-        parts = [message[run.start : run.stop] for message in gathered]
+        parts = [_of_run(message, run) for message in gathered]
         key, value = parts if self.separate else parts[0].unbind(2)
         return key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)  # [T, B, K, D] -> [B, K, T, D]
 
@@ -124,8 +124,8 @@ class Input:
 
     def key_value(self, gathered: list[Tensor], slots: Tensor, run: Run) -> tuple[Tensor, Tensor]:
         """Projected from the run's slots alone."""
-        x = gathered[0][run.start : run.stop].transpose(0, 1).contiguous()  # [T, B, E] -> [B, T, E]
-        return self.project(x, slots[run.start : run.stop])
+        x = _of_run(gathered[0], run).transpose(0, 1).contiguous()  # [T, B, E] -> [B, T, E]
+        return self.project(x, _of_run(slots, run))
 
     def add_gradients(
         self, gathered: list[Tensor], sums: list[Tensor], slots: Tensor, run: Run, back: AddGradients
@@ -144,3 +144,8 @@ class Input:
     def unpack(self, gradients: list[Tensor]) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
         """Of the layer's input."""
         return None, None, [gradients[0].transpose(0, 1), *[None] * len(self.parameters)]
+
+
+def _of_run(slots: Tensor, run: Run) -> Tensor:
+    """A run's part of [T, ...]; the tensor itself where that is all of it, which in a graph is one pass less."""
+    return slots if (run.start, run.stop) == (0, slots.size(0)) else slots[run.start : run.stop]

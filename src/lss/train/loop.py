@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,16 +21,16 @@ from lss.config import Config
 from lss.context import SequenceContext, context_of
 from lss.data import Bytes, Sampler, fingerprint, open_source, split, windows
 from lss.errors import ReplicaError
-from lss.gradients import average_gradients, clip_gradient_norm, gradient_norm, replicas_that_differ
-from lss.losses import count_tokens, token_mean_cross_entropy
+from lss.gradients import replicas_that_differ
 from lss.mesh import World, init_mesh
 from lss.models import GPT
-from lss.parallelize import parallelize
 from lss.state import full_state_dict
 from lss.train.evaluate import Evaluation, evaluate
 from lss.train.folder import RunFolder, with_folder
 from lss.train.metrics import Display, Metrics, bits, display, peak_bytes, step_text
-from lss.train.optim import autocast, make_optimizer
+from lss.train.model import prepare
+from lss.train.optim import make_optimizer
+from lss.train.update import update
 
 
 @dataclass(frozen=True)
@@ -57,33 +57,28 @@ class Trainer:
         plain = GPT(config.gpt())
         plain = (plain.double() if config.train.precision == "fp64" else plain).to(device)
         torch.use_deterministic_algorithms(config.train.deterministic)
-        model = parallelize(plain, mesh, **asdict(config.attention), seed=seed, ordered=config.train.deterministic)
-        return cls(config, mesh, model, context_of(model), sampler, *make_optimizer(model, config.train), device)
+        model = prepare(plain, mesh, config)
+        optimizer, scheduler = make_optimizer(model, config.train, foreach=device.type == "cuda")
+        return cls(config, mesh, model, context_of(model), sampler, optimizer, scheduler, device)
 
     def step(self, step: int) -> dict[str, Any]:
         """Train on the batch of one step; its metrics, the same on every rank."""
         started = time.perf_counter()
         self.context.ledger.clear()
         learning_rate = self.scheduler.get_last_lr()[0]
-        micro_batches = list(self._micro_batches(step))
-        count = count_tokens(self.model, *(batch["labels"] for batch in micro_batches))
-        loss = torch.stack([self._backward(batch, count) for batch in micro_batches]).sum().double()
-        average_gradients(self.model)
-        norm = self._clip()
-        self.optimizer.step()
+        done = update(self.model, self.optimizer, list(self._micro_batches(step)), self.config.train)
         if self.config.train.check_replicas:
             self._check_replicas()
-        self.optimizer.zero_grad()
         self.scheduler.step()
-        own = torch.stack((loss, loss.new_tensor(peak_bytes(self.device))))
+        own = torch.stack((done.loss, done.loss.new_tensor(peak_bytes(self.device))))
         ranks = self.context.gather_from_ranks(own)
-        total, num_tokens = ranks[:, 0].sum().item(), int(count.item())
+        total, num_tokens = ranks[:, 0].sum().item(), int(done.count.item())
         seconds = time.perf_counter() - started
         return {
             "step": step + 1,
             "loss": total,
             "bits_per_byte": bits(total),
-            "grad_norm": norm.item(),
+            "grad_norm": done.norm.item(),
             "learning_rate": learning_rate,
             "step_seconds": seconds,
             "tokens_per_second": num_tokens / seconds,
@@ -106,13 +101,6 @@ class Trainer:
             on_device = {name: tensor.to(self.device) for name, tensor in whole.items()}
             yield shard(on_device, self.mesh, shift_labels=0, layout=layout, first_sample=start, step=step)
 
-    def _backward(self, batch: dict[str, Any], count: Tensor) -> Tensor:
-        with autocast(self.config.train.precision, self.device):
-            logits = self.model(batch["tokens"], segment=batch["segment"])
-        loss = token_mean_cross_entropy(logits, batch["labels"], count)
-        loss.backward()
-        return loss.detach()
-
     def _check_replicas(self) -> None:
         different = replicas_that_differ(self.model)
         if different:
@@ -123,11 +111,6 @@ class Trainer:
             )
             error.on_all_ranks = True
             raise error
-
-    def _clip(self) -> Tensor:
-        if self.config.train.clip_norm:
-            return clip_gradient_norm(self.model, self.config.train.clip_norm)
-        return gradient_norm(self.model)
 
 
 def train(world: World, config: Config) -> None:

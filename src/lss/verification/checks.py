@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lss.collectives import Axis
 from lss.context import SequenceContext
+from lss.outputs import Outputs
 from lss.segment import Segment
 from lss.verification.compare import SMALL, Check, relative_error, rounding_bound
-from lss.verification.outputs import Outputs
 from lss.verification.runs import Run
 from lss.verification.setting import Setting
 

@@ -15,7 +15,7 @@ from lss.command import Job, add_attention, attention_of, write_json
 from lss.config import AttentionConfig, Config, ParallelConfig
 from lss.errors import ConfigError, DifferentError
 from lss.mesh import World, check_degrees, init_mesh
-from lss.verification.target import Target
+from lss.target import Target
 from lss.verification.verify import verify
 
 

@@ -15,9 +15,9 @@ from lss.batch import shard, unshard
 from lss.context import SequenceContext, context_of
 from lss.gradients import average_gradients, clip_gradient_norm, replicas_that_differ
 from lss.losses import count_tokens, token_mean_cross_entropy
+from lss.outputs import Outputs
 from lss.parallelize import parallelize
 from lss.state import full_gradients, full_state_dict
-from lss.verification.outputs import Outputs
 from lss.verification.reference import Place
 from lss.verification.setting import Setting
 

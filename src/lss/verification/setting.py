@@ -18,7 +18,7 @@ from lss.batch import IGNORE_INDEX, Cut
 from lss.collectives import Axis
 from lss.config import AttentionConfig
 from lss.errors import LayoutError
-from lss.verification.outputs import Outputs, join, takes_labels
+from lss.outputs import Outputs, join, takes_labels
 
 # (outputs, labels) to a sum over tokens; labels of -100 must add nothing.
 LossSum = Callable[[Tensor, Tensor], Tensor]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lss.context import SequenceContext, context_of, is_parallelized
 from lss.layout import Layout
+from lss.outputs import named_tensors
 from lss.segment import Segment
 from lss.verification.compare import SMALL, relative_error
-from lss.verification.outputs import named_tensors
 from lss.verification.runs import call_over_ranks, two_lines
 from lss.verification.setting import Setting
 

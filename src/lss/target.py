@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lss.config import Config
 from lss.errors import ConfigError
 from lss.flags import parse, parser
 from lss.models import GPT, PRESETS
-from lss.verification.outputs import takes_labels
+from lss.outputs import takes_labels
 
 DROPOUT = 0.1
 
@@ -37,14 +38,8 @@ class Target:
     num_sequences: int
 
     def shift_labels(self, model: nn.Module) -> int:
-        """As of `shard`: 1 where labels are the tokens.
-
-        So they are of presets, of configurations, and of models of transformers whose own loss predicts the next token.
-        """
-        if ":" not in self.name:
-            return 1
-        loss = getattr(model, "loss_function", None) if takes_labels(model) else None
-        return int(getattr(loss, "__name__", "") == "ForCausalLMLoss")
+        """As of `shard`."""
+        return shift_labels(self.name, model)
 
     def load(self) -> tuple[nn.Module, dict[str, Tensor]]:
         """The plain model and a batch of whole sequences.
@@ -63,21 +58,47 @@ class Target:
             raise ConfigError(
                 f"target {self.name!r}", allowed=f"a preset ({', '.join(PRESETS)}), a .toml file, or module:function"
             )
-        function = _function(self.name)
-        try:
-            returned = function()
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise ConfigError(
-                f"target {self.name!r} failed: {type(error).__name__}: {error}",
-                allowed="a function without arguments that returns (model, batch)",
-            ) from error
-        return _checked(self.name, returned)
+        return call(self.name)
 
     def _gpt(self, config: Config) -> tuple[nn.Module, dict[str, Tensor]]:
         length = self.length or config.data.length
         shape = replace(config.gpt(), max_length=length, dropout=DROPOUT, attention_dropout=DROPOUT)
         text = torch.randint(shape.vocabulary, (self.num_sequences, length))
         return GPT(shape), {"tokens": text, "labels": text.clone()}
+
+
+def shift_labels(name: str, model: nn.Module) -> int:
+    """As of `shard`: 1 where the labels of a target are the tokens.
+
+    So they are of presets, of configurations, and of models of transformers whose own loss predicts the next token.
+    """
+    if ":" not in name:
+        return 1
+    loss = getattr(model, "loss_function", None) if takes_labels(model) else None
+    return int(getattr(loss, "__name__", "") == "ForCausalLMLoss")
+
+
+def call(name: str, **arguments: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """What `module:function` returns.
+
+    Args:
+        name: Of the function.
+        arguments: That it is given, if it takes them.
+
+    Raises:
+        ConfigError: There is no such function, it fails, or it returns something else.
+    """
+    function = _function(name)
+    try:
+        known = signature(function).parameters
+        returned = function(**{argument: value for argument, value in arguments.items() if argument in known})
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        raise ConfigError(
+            f"target {name!r} failed: {type(error).__name__}: {error}",
+            allowed="a function that returns (model, batch), without arguments"
+            + (f" or with some of {', '.join(arguments)}" if arguments else ""),
+        ) from error
+    return _checked(name, returned)
 
 
 def _function(name: str) -> Callable[[], Any]:

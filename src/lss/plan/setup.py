@@ -1,0 +1,144 @@
+"""What is to be planned, and one rank's step of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from lss.batch import shard
+from lss.config import Config
+from lss.context import SequenceContext, context_of
+from lss.errors import ConfigError
+from lss.fake import fake_tensors, fake_world
+from lss.layout import Layout
+from lss.mesh import DATA, SEQUENCE
+from lss.models import GPT
+from lss.plan.links import Group
+from lss.plan.trace import Recorder, RecordingLedger, Trace
+from lss.target import call, shift_labels
+from lss.train.model import prepare
+from lss.train.optim import make_optimizer
+from lss.train.update import update
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that is to be planned.
+
+    Args:
+        target: `module:function`, which returns the model and its batch; empty for the configuration's model.
+        config: How it is run.
+        device_type: Where: `cuda` or `cpu`.
+        foreach: As of `make_optimizer`; by default as `lss train` does on that device.
+        keeps_gradients: Whether gradients, and the messages in which they are sent, stay in memory between steps, as
+            torch's `zero_grad` and DistributedDataParallel used to keep them.
+    """
+
+    target: str
+    config: Config
+    device_type: Literal["cuda", "cpu"]
+    foreach: bool | None = None
+    keeps_gradients: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the world."""
+        return self.config.parallel.sequence * self.config.parallel.data
+
+    @property
+    def rank(self) -> int:
+        """The busiest rank of the first sequence group: the one whose tokens see most, under a causal mask."""
+        layout = Layout.named(self.config.attention.layout, self.config.data.length, self.config.parallel.sequence)
+        return max(range(layout.num_ranks), key=lambda rank: sum(start + stop for start, stop in layout.spans[rank]))
+
+    def group(self, axis: str, ranks_per_node: int) -> Group:
+        """The ranks of an axis, as they lie on nodes; `all` are those of the world."""
+        sequence, data = self.config.parallel.sequence, self.config.parallel.data
+        size, stride = {"sequence": (sequence, 1), "data": (data, sequence), "all": (self.num_ranks, 1)}[axis]
+        return Group.of(size, stride, self.num_ranks, ranks_per_node)
+
+    def load(self) -> tuple[nn.Module, dict[str, Tensor]]:
+        """The plain model, and a micro-batch of whole sequences, none of them padded."""
+        length, size = self.config.data.length, -(-self.config.train.batch // self.config.train.accumulation)
+        if not self.target:
+            tokens = torch.zeros(size, length, dtype=torch.int64)
+            return GPT(self.config.gpt()), {"tokens": tokens, "labels": tokens}
+        model, batch = call(self.target, length=length, batch=size)
+        shape = tuple(batch["labels"].shape[:2]) if "labels" in batch else ()
+        if shape != (size, length):
+            raise ConfigError(
+                f"{self.target} returned labels of {list(shape)}, for a batch of {size} x {length} tokens",
+                allowed="labels [batch, length]",
+                remedy="have the function take `length` and `batch`, or give --length and --batch as it makes them",
+            )
+        return model, {name: part for name, part in batch.items() if name not in _TAKEN_IN}
+
+
+# Padding and positions of documents, which are values: a plan takes sequences without padding.
+_TAKEN_IN = ("attention_mask", "position_ids")
+
+
+def trace_step(setup: Setup) -> Trace:
+    """One rank's step on tensors without values, in a world that does not exist.
+
+    It is the second step of a run: the states of the optimizer are there.
+
+    Raises:
+        LssError: The run would be refused, or the target fails.
+    """
+    parallel, train = setup.config.parallel, setup.config.train
+    with fake_world(setup.rank, setup.num_ranks):
+        mesh = init_device_mesh(setup.device_type, (parallel.data, parallel.sequence), mesh_dim_names=(DATA, SEQUENCE))
+        with fake_tensors():
+            plain, whole = setup.load()
+            plain = plain.double() if train.precision == "fp64" else plain
+            shift = shift_labels(setup.target, plain)
+            model = prepare(plain, mesh, setup.config, "cpu")
+            foreach = setup.device_type == "cuda" if setup.foreach is None else setup.foreach
+            optimizer, _ = make_optimizer(model, train, foreach=foreach)
+            _fill(optimizer, keeps_gradients=setup.keeps_gradients)
+            parts = range(train.accumulation)
+            batches = [shard(whole, mesh, shift_labels=shift, layout=setup.config.attention.layout) for _ in parts]
+            return _record(model, optimizer, batches, setup)
+
+
+def _fill(optimizer: Optimizer, *, keeps_gradients: bool) -> None:
+    """Have an optimizer make its states."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=not keeps_gradients)
+
+
+def _record(model: nn.Module, optimizer: Optimizer, batches: list[dict[str, Any]], setup: Setup) -> Trace:
+    recorder = Recorder()
+    _observe(context_of(model), RecordingLedger(recorder))
+    recorder.hold((*model.parameters(), *model.buffers()), "parameters")
+    states = (state for states in optimizer.state.values() for state in states.values())
+    recorder.hold((state for state in states if isinstance(state, Tensor)), "optimizer")
+    kept = [torch.empty_like(weight) for weight in model.parameters() if weight.grad is not None]
+    recorder.hold(kept, "gradients")
+    recorder.hold((weight.grad for weight in model.parameters() if weight.grad is not None), "gradients")
+    recorder.hold((part for batch in batches for part in batch.values() if isinstance(part, Tensor)), "workspace")
+
+    def enter(*_: Any) -> None:
+        recorder.is_optimizing = True
+        gradients = (weight.grad for weight in model.parameters() if weight.grad is not None)
+        recorder.hold(gradients, "gradients")
+
+    optimizer.register_step_pre_hook(enter)
+    model.train()
+    with recorder.recording():
+        update(model, optimizer, batches, setup.config.train)
+    return recorder.trace
+
+
+def _observe(context: SequenceContext, ledger: RecordingLedger) -> None:
+    context.ledger = ledger
+    context.sequence, context.data = (replace(axis, ledger=ledger) for axis in (context.sequence, context.data))

@@ -1,0 +1,55 @@
+"""A plain model made ready to be trained over ranks, as a configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import partial
+from typing import cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from lss.adapters.found import attention_modules
+from lss.adapters.stacks import stacks
+from lss.config import Config
+from lss.gradients import positional_tables
+from lss.models import GPT
+from lss.parallelize import parallelize
+from lss.strategies import parallelize_as_megatron, parallelize_concatenated
+
+
+def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, device_type: str = "") -> nn.Module:
+    """Parallelize a model, in place; recompute and cut its parameters where the configuration says so.
+
+    Args:
+        plain: The model.
+        mesh: Of `init_mesh`.
+        config: Its sections `attention`, `parallel` and `train`.
+        device_type: Where the parameters are; that of the mesh by default.
+    """
+    layers = [name for stack in stacks(plain, attention_modules(plain)) for name in stack]
+    train, parallel = config.train, config.parallel
+    if train.recompute:
+        for layer in map(plain.get_submodule, layers):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    options = {**asdict(config.attention), "seed": train.seed, "ordered": train.deterministic}
+    if parallel.strategy == "megatron":
+        model: nn.Module = parallelize_as_megatron(cast(GPT, plain), mesh, **options)
+    elif parallel.strategy == "concatenated":
+        model = parallelize_concatenated(plain, mesh, **options)
+    else:
+        model = parallelize(plain, mesh, **options)
+    if parallel.shard_parameters:
+        _cut_parameters(model, layers, mesh.size(), device_type or mesh.device_type)
+    return model
+
+
+def _cut_parameters(model: nn.Module, layers: Iterable[str], num_ranks: int, device_type: str) -> None:
+    """Over all ranks, layer by layer; of positional tables each rank has its own rows already."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  (takes long to import)
+
+    mesh, tables = init_device_mesh(device_type, (num_ranks,)), set(positional_tables(model))
+    for part in (*map(model.get_submodule, layers), model):
+        fully_shard(part, mesh=mesh, ignored_params=tables)
