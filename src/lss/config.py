@@ -65,7 +65,7 @@ class ParallelConfig:
         data: Sequence groups, each with other sequences.
         device: auto (CUDA where there is a GPU), cpu or cuda.
         timeout: Seconds that a collective may wait for its slowest rank.
-        strategy: lss; or, to compare, megatron (the paper's baseline: attention and feed-forward whole on every rank) or
+        strategy: lss; or to compare: megatron (the paper's baseline, attention and feed-forward whole on every rank),
             concatenated (the paper's method without averaging: outputs of attention are gathered too).
         shard_parameters: Whether parameters, gradients and optimizer states are cut over all ranks (fully_shard).
     """

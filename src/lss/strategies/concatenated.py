@@ -17,7 +17,7 @@ from lss.parallelize import parallelize
 
 
 def parallelize_concatenated(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> nn.Module:
-    """As `lss.parallelize`; besides, every rank collects the outputs of all after each attention layer, and cuts its own.
+    """As `lss.parallelize`; besides, every rank collects the outputs of all ranks after each attention layer.
 
     One all-gather more forward, and one reduce-scatter more backward: with `gather="separate"` 6 collectives a layer,
     with `gather="x"` 4.
