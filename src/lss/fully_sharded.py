@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lss.context import SequenceContext
 from lss.errors import ModelError
+from lss.fake import has_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -77,7 +78,7 @@ def require_summed(model: nn.Module, context: SequenceContext) -> None:
                 "gradients that fully_shard was told not to sum",
                 remedy="model.set_requires_gradient_sync(True) before the last backward of a batch",
             )
-    for weight in filter(is_cut, model.parameters()):
+    for weight in filter(is_cut, model.parameters()) if has_values() else ():
         _require_ranks(weight.device_mesh.mesh.flatten().tolist(), context)
 
 

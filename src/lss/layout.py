@@ -84,9 +84,16 @@ class Layout:
 
     @classmethod
     def zigzag(cls, length: int, num_ranks: int) -> Layout:
-        """Rank r holds the parts r and 2N - 1 - r of 2N: equal work under a causal mask."""
-        edges = [length * part // (2 * max(1, num_ranks)) for part in range(2 * num_ranks + 1)]
-        parts = list(pairwise(edges))
+        """Rank r holds the parts r and 2N - 1 - r of 2N: equal work under a causal mask.
+
+        What is missing to segments of one length is missing to few ranks, so that the others' are neighbours in memory.
+        """
+        size = -(-length // max(1, num_ranks))
+        missing, most = size * num_ranks - length, max(1, size // 2)
+        lacks = [min(most, max(0, missing - most * rank)) for rank in reversed(range(num_ranks))]
+        firsts = [size // 2 - max(0, lack - (size - size // 2)) for lack in lacks]
+        lasts = [size - first - lack for first, lack in zip(firsts, lacks, strict=True)]
+        parts = list(pairwise(accumulate([*firsts, *reversed(lasts)], initial=0)))
         return cls(length, tuple(_some([parts[rank], parts[-1 - rank]]) for rank in range(num_ranks)))
 
     @classmethod

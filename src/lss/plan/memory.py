@@ -10,16 +10,18 @@ from itertools import accumulate
 from lss.plan.trace import Allocation, Trace
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "workspace")
+# Backward begins with the last layers' activations there, and ends with the first layers' gradients there.
+PHASES = ("forward", "early backward", "late backward", "update")
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a step at which most memory is held.
+    """The moment at which most memory is held.
 
     Args:
         bytes: Of each kind: `parameters` (and buffers), `gradients`, `optimizer` states, `activations` that forward
             keeps for backward, what was `gathered` from other ranks, and `workspace`, which is all else.
-        phase: `forward`, `backward` or `update`.
+        phase: Of `PHASES`.
     """
 
     bytes: dict[str, int]
@@ -31,8 +33,8 @@ class Peak:
         return sum(self.bytes.values())
 
 
-def peak(trace: Trace) -> Peak:
-    """Of a step."""
+def peaks(trace: Trace) -> list[Peak]:
+    """Of each phase of a step that holds memory."""
     changes: Counter[int] = Counter()
     for allocation in trace.allocations:
         changes[allocation.born] += allocation.size
@@ -40,12 +42,19 @@ def peak(trace: Trace) -> Peak:
             changes[allocation.died] -= allocation.size
     times = sorted(changes)
     held = list(accumulate(changes[time] for time in times))
-    when = times[held.index(max(held))]
+    most: dict[str, tuple[int, int]] = {}
+    for time, size in zip(times, held, strict=True):
+        phase = _phase(time, trace)
+        most[phase] = max(most.get(phase, (0, time)), (size, time))
+    return [Peak(_bytes(time, trace), phase) for phase, (_, time) in most.items()]
+
+
+def _bytes(when: int, trace: Trace) -> dict[str, int]:
     found = dict.fromkeys(KINDS, 0)
     for allocation in trace.allocations:
-        if allocation.born <= when and (allocation.died is None or allocation.died > when):
+        if allocation.born <= when < (math.inf if allocation.died is None else allocation.died):
             found[_kind(allocation, trace)] += allocation.size
-    return Peak(found, _phase(when, trace))
+    return found
 
 
 def _kind(allocation: Allocation, trace: Trace) -> str:
@@ -57,6 +66,7 @@ def _kind(allocation: Allocation, trace: Trace) -> str:
 
 
 def _phase(when: int, trace: Trace) -> str:
-    if any(start < when <= stop for start, stop in trace.backwards):
-        return "backward"
-    return "forward" if when < trace.backwards[-1][0] else "update"
+    for start, stop in trace.backwards:
+        if start < when <= stop:
+            return "early backward" if when <= (start + stop) / 2 else "late backward"
+    return "forward" if when <= trace.backwards[-1][0] else "update"

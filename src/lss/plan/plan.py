@@ -1,123 +1,53 @@
-"""A plan: what a step of a run takes on a machine."""
+"""Planning one step of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from lss.ledger import Entry
 from lss.plan.hardware import Algorithm, Hardware
+from lss.plan.layers import FEW, extrapolated, num_like_layers
 from lss.plan.links import seconds
-from lss.plan.memory import Peak, peak
+from lss.plan.memory import peaks
+from lss.plan.result import Message, Plan, WhatIf
 from lss.plan.setup import Setup, trace_step
 from lss.plan.timeline import Timeline, play
 from lss.plan.trace import Start, Trace
 
-
-@dataclass(frozen=True)
-class WhatIf:
-    """Changes to a run that are planned only.
-
-    Args:
-        hierarchical: All-gathers and reduce-scatters go between nodes first, then inside of them.
-        overlap: Every message is hidden behind computation as far as there is any.
-        compression: Times that messages of attention are smaller; not exact above 1.
-        straggler: Times that the slowest rank takes longer.
-    """
-
-    hierarchical: bool = False
-    overlap: bool = False
-    compression: float = 1.0
-    straggler: float = 1.0
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether such a run would equal the serial one."""
-        return self.compression == 1.0
-
-
-@dataclass(frozen=True)
-class Message:
-    """Collectives of one kind in a step.
-
-    Args:
-        axis: `sequence` or `data`; `all` for `shard_parameters`.
-        operation: As of the ledger.
-        phase: The same.
-        count: How many.
-        bytes: Sent by the rank, together.
-        seconds: Together, hidden or not.
-    """
-
-    axis: str
-    operation: str
-    phase: str
-    count: int
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a step takes, on its busiest rank.
-
-    Args:
-        setup: The run.
-        hardware: The machine.
-        peak: Memory.
-        flops: Operations of the rank.
-        messages: What it sends.
-        timeline: Its seconds.
-        what_if: What was changed.
-    """
-
-    setup: Setup
-    hardware: Hardware
-    peak: Peak
-    flops: int
-    messages: tuple[Message, ...]
-    timeline: Timeline
-    what_if: WhatIf
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory of a rank is enough."""
-        return self.peak.total <= self.hardware.memory
-
-    @property
-    def flops_per_second(self) -> float:
-        """Of all ranks, as if all were as busy as this one."""
-        return self.flops * self.setup.num_ranks / self.timeline.total
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the peak rate of matrix products."""
-        rate = self.hardware.peak_rate(self.setup.config.train.precision)
-        return self.flops / self.timeline.total / rate
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all ranks."""
-        config = self.setup.config
-        return config.train.batch * config.parallel.data * config.data.length / self.timeline.total
-
-    @property
-    def communication_share(self) -> float:
-        """Of the step's seconds."""
-        return self.timeline.communication / self.timeline.total
-
-
 EXACTLY = WhatIf()
+# Tokens of the longest sequence that is planned on one CPU rank, whose kernel cuts it into blocks of 512.
+LONGEST_SERIAL = 2**15
 
 
 def make_plan(setup: Setup, hardware: Hardware, what_if: WhatIf = EXACTLY) -> Plan:
     """Plan one step of a run.
 
+    Where all layers are alike, runs of two and of three of them tell what each layer more takes.
+
     Raises:
         LssError: The run would be refused, or the target fails.
     """
-    trace = traced(setup)
-    machine = hardware
+    number = num_like_layers(setup)
+    if number <= FEW[1]:
+        return _played(setup, hardware, what_if)
+    few, more = (_played(replace(setup, depth=depth), hardware, what_if) for depth in FEW)
+    return extrapolated(setup, few, more, number - FEW[0])
+
+
+def serial_plan(plan: Plan) -> Plan | None:
+    """The same sequences of one data group on one rank, to compare with; None where it has too many blocks."""
+    config = plan.setup.config
+    if plan.setup.device_type == "cpu" and config.data.length > LONGEST_SERIAL:
+        return None
+    parallel = replace(config.parallel, sequence=1, data=1, strategy="lss", shard_parameters=False)
+    attention = replace(config.attention, keep=True, chunks=1)
+    alone = replace(plan.setup, config=replace(config, parallel=parallel, attention=attention))
+    return make_plan(alone, plan.hardware)
+
+
+def _played(setup: Setup, hardware: Hardware, what_if: WhatIf) -> Plan:
+    trace, machine = traced(setup), hardware
     if what_if.hierarchical:
         by_nodes: dict[str, Algorithm] = {"all_gather": "hierarchical", "reduce_scatter": "hierarchical"}
         machine = replace(hardware, collectives={**hardware.collectives, **by_nodes})
@@ -130,7 +60,7 @@ def make_plan(setup: Setup, hardware: Hardware, what_if: WhatIf = EXACTLY) -> Pl
     line = play(trace.events, machine, seconds_of, setup.num_ranks, what_if.straggler)
     if what_if.overlap:
         line.communication = max(0.0, sum(line.in_messages.values()) - line.computation)
-    return Plan(setup, hardware, peak(trace), trace.flops, _messages(trace, line), line, what_if)
+    return Plan(setup, hardware, tuple(peaks(trace)), trace.flops, _messages(trace, line), line, what_if)
 
 
 @lru_cache(maxsize=64)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from lss.adapters.found import attention_modules
+from lss.adapters.stacks import stacks
 from lss.batch import shard
 from lss.config import Config
 from lss.context import SequenceContext, context_of
@@ -26,6 +28,11 @@ from lss.train.optim import make_optimizer
 from lss.train.update import update
 
 
+# Parameters are planned as cut over no more ranks than these: their parts are next to nothing then, and torch's
+# fully_shard makes a tensor for each rank of each parameter.
+MOST_HOLDERS = 256
+
+
 @dataclass(frozen=True)
 class Setup:
     """A run that is to be planned.
@@ -37,6 +44,7 @@ class Setup:
         foreach: As of `make_optimizer`; by default as `lss train` does on that device.
         keeps_gradients: Whether gradients, and the messages in which they are sent, stay in memory between steps, as
             torch's `zero_grad` and DistributedDataParallel used to keep them.
+        depth: Layers to which each stack of them is cut; None for all.
     """
 
     target: str
@@ -44,6 +52,7 @@ class Setup:
     device_type: Literal["cuda", "cpu"]
     foreach: bool | None = None
     keeps_gradients: bool = False
+    depth: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -56,10 +65,15 @@ class Setup:
         layout = Layout.named(self.config.attention.layout, self.config.data.length, self.config.parallel.sequence)
         return max(range(layout.num_ranks), key=lambda rank: sum(start + stop for start, stop in layout.spans[rank]))
 
+    @property
+    def num_holders(self) -> int:
+        """Ranks over which parameters are cut, where they are."""
+        return min(self.num_ranks, MOST_HOLDERS)
+
     def group(self, axis: str, ranks_per_node: int) -> Group:
-        """The ranks of an axis, as they lie on nodes; `all` are those of the world."""
+        """The ranks of an axis, as they lie on nodes; `all` are those over which parameters are cut."""
         sequence, data = self.config.parallel.sequence, self.config.parallel.data
-        size, stride = {"sequence": (sequence, 1), "data": (data, sequence), "all": (self.num_ranks, 1)}[axis]
+        size, stride = {"sequence": (sequence, 1), "data": (data, sequence), "all": (self.num_holders, 1)}[axis]
         return Group.of(size, stride, self.num_ranks, ranks_per_node)
 
     def load(self) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -67,7 +81,8 @@ class Setup:
         length, size = self.config.data.length, -(-self.config.train.batch // self.config.train.accumulation)
         if not self.target:
             tokens = torch.zeros(size, length, dtype=torch.int64)
-            return GPT(self.config.gpt()), {"tokens": tokens, "labels": tokens}
+            gpt = self.config.gpt()
+            return GPT(replace(gpt, layers=self.depth or gpt.layers)), {"tokens": tokens, "labels": tokens}
         model, batch = call(self.target, length=length, batch=size)
         shape = tuple(batch["labels"].shape[:2]) if "labels" in batch else ()
         if shape != (size, length):
@@ -94,17 +109,38 @@ def trace_step(setup: Setup) -> Trace:
     parallel, train = setup.config.parallel, setup.config.train
     with fake_world(setup.rank, setup.num_ranks):
         mesh = init_device_mesh(setup.device_type, (parallel.data, parallel.sequence), mesh_dim_names=(DATA, SEQUENCE))
+        holders = init_device_mesh("cpu", (setup.num_holders,))  # parameters without values are on the CPU
         with fake_tensors():
             plain, whole = setup.load()
+            _cut_stacks(plain, setup.depth)
             plain = plain.double() if train.precision == "fp64" else plain
             shift = shift_labels(setup.target, plain)
-            model = prepare(plain, mesh, setup.config, "cpu")
+            model = prepare(plain, mesh, setup.config, holders)
             foreach = setup.device_type == "cuda" if setup.foreach is None else setup.foreach
             optimizer, _ = make_optimizer(model, train, foreach=foreach)
             _fill(optimizer, keeps_gradients=setup.keeps_gradients)
             parts = range(train.accumulation)
             batches = [shard(whole, mesh, shift_labels=shift, layout=setup.config.attention.layout) for _ in parts]
             return _record(model, optimizer, batches, setup)
+
+
+def stacks_of(model: nn.Module) -> list[list[str]]:
+    """Names of the layers of each stack of a plain model."""
+    return stacks(model, attention_modules(model))
+
+
+def container_of(model: nn.Module, stack: list[str]) -> nn.ModuleList | None:
+    """The list that holds a stack; None where it is none."""
+    container = model.get_submodule(stack[0].rpartition(".")[0])
+    return container if isinstance(container, nn.ModuleList) else None
+
+
+def _cut_stacks(model: nn.Module, depth: int | None) -> None:
+    """Leave so many layers of each stack."""
+    for stack in stacks_of(model):
+        container = container_of(model, stack)
+        if depth is not None and container is not None:
+            del container[depth:]
 
 
 def _fill(optimizer: Optimizer, *, keeps_gradients: bool) -> None:

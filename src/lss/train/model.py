@@ -20,14 +20,14 @@ from lss.parallelize import parallelize
 from lss.strategies import parallelize_as_megatron, parallelize_concatenated
 
 
-def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, device_type: str = "") -> nn.Module:
+def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceMesh | None = None) -> nn.Module:
     """Parallelize a model, in place; recompute and cut its parameters where the configuration says so.
 
     Args:
         plain: The model.
         mesh: Of `init_mesh`.
         config: Its sections `attention`, `parallel` and `train`.
-        device_type: Where the parameters are; that of the mesh by default.
+        holders: A mesh of one axis over all ranks, where parameters are cut; made by default.
     """
     layers = [name for stack in stacks(plain, attention_modules(plain)) for name in stack]
     train, parallel = config.train, config.parallel
@@ -42,14 +42,14 @@ def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, device_type: str
     else:
         model = parallelize(plain, mesh, **options)
     if parallel.shard_parameters:
-        _cut_parameters(model, layers, mesh.size(), device_type or mesh.device_type)
+        _cut_parameters(model, layers, holders or init_device_mesh(mesh.device_type, (mesh.size(),)))
     return model
 
 
-def _cut_parameters(model: nn.Module, layers: Iterable[str], num_ranks: int, device_type: str) -> None:
+def _cut_parameters(model: nn.Module, layers: Iterable[str], mesh: DeviceMesh) -> None:
     """Over all ranks, layer by layer; of positional tables each rank has its own rows already."""
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415  (takes long to import)
 
-    mesh, tables = init_device_mesh(device_type, (num_ranks,)), set(positional_tables(model))
+    tables = set(positional_tables(model))
     for part in (*map(model.get_submodule, layers), model):
         fully_shard(part, mesh=mesh, ignored_params=tables)

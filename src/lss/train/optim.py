@@ -11,6 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from lss.config import TrainConfig
+from lss.fully_sharded import is_cut
 
 # The cosine ends at this share of the peak.
 FINAL_SHARE = 0.1
@@ -24,12 +25,15 @@ def make_optimizer(model: nn.Module, config: TrainConfig, *, foreach: bool) -> t
         config: Of the training.
         foreach: Whether all parameters are changed at once, as torch does on CUDA: faster, with copies of them.
     """
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    groups = [
-        {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for weight in model.parameters():
+        if weight.requires_grad:
+            groups.setdefault((weight.dim() > 1, is_cut(weight)), []).append(weight)  # torch takes no mixed lists
+    decayed = [
+        {"params": weights, "weight_decay": config.weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), weights in groups.items()
     ]
-    optimizer = AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), foreach=foreach)
+    optimizer = AdamW(decayed, lr=config.learning_rate, betas=(0.9, 0.95), foreach=foreach)
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate_share(step, config.warmup_steps, config.steps))
 
 

@@ -1,0 +1,158 @@
+"""`lss plan`: its flags, and what it prints."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from rich.console import Console
+
+from lss.command import add_attention, attention_of, natural, write_json
+from lss.config import Config, ParallelConfig, TrainConfig
+from lss.errors import ConfigError
+from lss.flags import check, parse, parser
+from lss.models import PRESETS
+from lss.plan.hardware import Hardware, shipped
+from lss.plan.plan import make_plan, serial_plan
+from lss.plan.report import show, to_dict
+from lss.plan.result import Plan, WhatIf
+from lss.plan.search import best, longest
+from lss.plan.setup import Setup
+
+
+def run_plan(arguments: Sequence[str]) -> None:
+    """Plan as flags say, print it, and write it where asked.
+
+    Raises:
+        LssError: The flags are wrong, or such a run would be refused.
+    """
+    given = _flags().parse_args(list(arguments))
+    hardware = Hardware.named(given.hardware)
+    if given.ranks_per_node is not None:
+        hardware = replace(hardware, ranks_per_node=natural("ranks_per_node", given.ranks_per_node))
+    setup, what_if = setup_of(given, hardware), what_if_of(given)
+    for file in filter(None, (given.json, given.html)):
+        if not Path(file).absolute().parent.is_dir():
+            raise ConfigError(f"a report to {file}", allowed="a file in a folder that exists")
+    console = Console()
+    if given.best:
+        found = best(setup, hardware, what_if, given.fit and bytes_of(given.fit), console)
+        found.show(console)
+        report: dict[str, Any] = found.to_dict()
+    elif given.fit:
+        plan = longest(setup, hardware, what_if, bytes_of(given.fit), console)
+        report = _shown(plan, console, f"longest sequence that fits: {plan.setup.config.data.length:,} tokens")
+    else:
+        with console.status("one step, on tensors without values"):
+            plan = make_plan(setup, hardware, what_if)
+        report = _shown(plan, console, "")
+    if given.json:
+        write_json(report, given.json)
+
+
+def _shown(plan: Plan, console: Console, title: str) -> dict[str, Any]:
+    base = serial_plan(plan)
+    if title:
+        console.print(title, style="bold")
+    show(plan, base, console)
+    return to_dict(plan, base)
+
+
+def setup_of(given: Namespace, hardware: Hardware) -> Setup:
+    """The run that flags describe."""
+    is_function = ":" in given.target
+    config = Config() if is_function else _config_of(given.target)
+    ranks, groups = natural("ranks", given.ranks), natural("data_groups", given.data_groups)
+    if ranks % groups:
+        raise ConfigError(f"{ranks} ranks in {groups} data groups", allowed="data groups that divide the ranks")
+    length = natural("length", given.length if given.length is not None else config.data.length)
+    if ranks // groups > length:
+        raise ConfigError(
+            f"{ranks // groups} ranks for a sequence of {length} tokens", allowed="at least one token a rank"
+        )
+    parallel = ParallelConfig(
+        ranks // groups, groups, "auto", strategy=given.strategy, shard_parameters=given.shard_parameters
+    )
+    train = replace(
+        config.train,
+        batch=config.train.batch if given.batch is None else natural("batch", given.batch),
+        precision=given.precision or config.train.precision,
+        recompute=given.recompute or config.train.recompute,
+    )
+    attention = attention_of(given)
+    planned = replace(
+        config, data=replace(config.data, length=length), parallel=parallel, train=train, attention=attention
+    )
+    check(planned)
+    return Setup(given.target if is_function else "", planned, hardware.device)
+
+
+def _config_of(target: str) -> Config:
+    """Of a preset or a TOML file."""
+    if target in PRESETS:
+        return parse(parser("plan"), ["--model.preset", target])[0]
+    if target.endswith(".toml"):
+        return parse(parser("plan"), [target])[0]
+    raise ConfigError(
+        f"target {target!r}", allowed=f"a preset ({', '.join(PRESETS)}), a .toml file, or module:function"
+    )
+
+
+def what_if_of(given: Namespace) -> WhatIf:
+    """The changes that flags ask for."""
+    if not 1 <= given.compression < float("inf") or not 1 <= given.straggler < float("inf"):
+        raise ConfigError(
+            f"compression = {given.compression}, straggler = {given.straggler}", allowed="a factor of at least 1"
+        )
+    return WhatIf(given.hierarchical, given.overlap, given.compression, given.straggler)
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def bytes_of(text: str) -> float:
+    """A number of bytes, such as `16GB`, `80GiB` or `1.6e10`."""
+    number = text.strip().removesuffix("B")
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if number.endswith(unit)), "")
+    try:
+        found = float(number.removesuffix(unit)) * _UNITS[unit]
+    except ValueError:
+        found = -1.0
+    if not 0 < found < float("inf"):
+        raise ConfigError(f"{text!r} bytes", allowed="such as 16GB, 80GiB or 1.6e10")
+    return found
+
+
+def _flags() -> ArgumentParser:
+    made = ArgumentParser(
+        prog="lss plan",
+        description="Bytes, operations, messages and seconds of a training step, of any model over any ranks, from one "
+        "rank's real step on tensors without values.",
+    )
+    made.add_argument("target", help="a preset, a .toml file, or module:function, which returns a model and a batch")
+    made.add_argument("--ranks", type=int, default=1, help="of the run (default 1)")
+    made.add_argument("--data-groups", type=int, default=1, help="into which they are divided (default 1)")
+    made.add_argument("--ranks-per-node", type=int, help="of a node (default: as the hardware says)")
+    made.add_argument("--length", type=int, help="tokens of a sequence (default: as the target says)")
+    made.add_argument("--batch", type=int, help="sequences a data group and step (default: as the target says)")
+    precisions = get_args(get_type_hints(TrainConfig)["precision"])
+    made.add_argument("--precision", choices=precisions, help="as train.precision (default: as the target says)")
+    strategies = get_args(get_type_hints(ParallelConfig)["strategy"])
+    made.add_argument("--strategy", choices=strategies, default="lss", help="as parallel.strategy (default lss)")
+    made.add_argument("--recompute", action="store_true", help="compute layers again in backward: train.recompute")
+    made.add_argument("--shard-parameters", action="store_true", help="over all ranks: parallel.shard_parameters")
+    add_attention(made)
+    names = ", ".join(sorted(shipped()))
+    made.add_argument("--hardware", default="h100", help=f"{names}, or a TOML file (default h100)")
+    made.add_argument("--fit", default="", metavar="BYTES", help="find the longest sequence that fits, such as 80GB")
+    made.add_argument("--best", action="store_true", help="find the fastest way to run it that fits")
+    made.add_argument("--hierarchical", action="store_true", help="what if: gathers between nodes first, then inside")
+    made.add_argument("--overlap", action="store_true", help="what if: all messages behind computation")
+    made.add_argument("--compression", type=float, default=1.0, help="what if: messages so many times smaller")
+    made.add_argument("--straggler", type=float, default=1.0, help="what if: one rank so many times slower")
+    made.add_argument("--json", default="", help="a file for the plan")
+    made.add_argument("--html", default="", help="a file for a page")
+    return made
