@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,7 +15,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lss.config import Config
+from lss.attention import Gather
+from lss.config import AttentionConfig, Config
 from lss.errors import ConfigError, LssError
 from lss.plan.hardware import Hardware
 from lss.plan.plan import make_plan
@@ -26,6 +28,8 @@ from lss.plan.setup import Setup
 PRECISION = 0.005
 LONGEST = 2**40
 SHOWN = 10
+# What is tried; keys and values apart are as many bytes as packed, in twice the messages.
+GATHERED: tuple[Gather, ...] = ("x", "kv")
 
 
 def longest(setup: Setup, hardware: Hardware, what_if: WhatIf, memory: float, console: Console) -> Plan:
@@ -95,16 +99,18 @@ class Best:
 
     Args:
         plans: Those that fit, fastest first.
-        num_planned: Candidates that were planned.
+        num_candidates: Ways to run it.
+        num_planned: Those of them that were planned.
         too_large: Of these, the ones that do not fit.
         refused: Messages of those that cannot be run, and how often.
         memory: Bytes of a rank.
     """
 
     plans: list[Plan]
+    num_candidates: int
     num_planned: int
     too_large: int
-    refused: dict[str, int]
+    refused: Counter[str]
     memory: float
 
     def show(self, console: Console) -> None:
@@ -126,7 +132,8 @@ class Best:
             )
         console.print(table)
         console.print(
-            f"{self.num_planned} candidates planned: {len(self.plans)} fit into {gigabytes(self.memory)}, "
+            f"{self.num_candidates} candidates, {self.num_planned} planned, the others no faster than one that fits; "
+            f"{len(self.plans)} fit into {gigabytes(self.memory)}, "
             f"{self.too_large} do not, {sum(self.refused.values())} cannot be run"
         )
         for message, number in self.refused.items():
@@ -148,6 +155,7 @@ class Best:
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         return {
+            "num_candidates": self.num_candidates,
             "num_planned": self.num_planned,
             "num_fitting": len(self.plans),
             "best": [to_dict(plan, None) for plan in self.plans[:SHOWN]],
@@ -182,6 +190,9 @@ def kept(plan: Plan) -> str:
 def best(setup: Setup, hardware: Hardware, what_if: WhatIf, memory: float, console: Console) -> Best:
     """The fastest ways to run as many sequences a step over as many ranks.
 
+    Recomputing layers and cutting parameters over ranks make no plan faster: they are planned where one does not fit
+    without them, and would be among the best if it did.
+
     Args:
         setup: The run; its data groups and batch say how many sequences a step has.
         hardware: The machine.
@@ -193,31 +204,79 @@ def best(setup: Setup, hardware: Hardware, what_if: WhatIf, memory: float, conso
         ConfigError: Nothing fits.
     """
     memory = memory or hardware.memory
-    asked = list(candidates(setup))
-    context = multiprocessing.get_context("forkserver")  # no thread is ever forked
-    workers = max(1, min(os.cpu_count() or 1, len(asked) // 8))
-    found: list[Plan | str] = []
-    with (
-        ProcessPoolExecutor(workers, mp_context=context) as pool,
-        Progress(console=console, transient=True) as progress,
-    ):
-        task = progress.add_task("planning", total=len(asked))
-        for outcome in pool.map(_attempt, asked, [hardware] * len(asked), [what_if] * len(asked), chunksize=4):
-            found.append(outcome)
-            progress.advance(task)
-    plans = [outcome for outcome in found if isinstance(outcome, Plan)]
-    refused = [outcome for outcome in found if isinstance(outcome, str)]
-    fitting = sorted((plan for plan in plans if plan.peak.total <= memory), key=lambda plan: plan.timeline.total)
+    plain = list(candidates(setup))
+    with _Planner(hardware, what_if, console) as planner:
+        found = planner.plan(plain)
+        large = sorted(_plans(found, lambda size: size > memory), key=_seconds, reverse=True)
+        while large and _seconds(large[-1]) < _bound(found, memory):
+            tried, large = large[-_AT_ONCE:], large[:-_AT_ONCE]
+            found += planner.plan([other for plan in tried for other in smaller(plan.setup)])
+    plans = _plans(found, lambda size: True)
+    refused = Counter(outcome for outcome in found if isinstance(outcome, str))
+    fitting = sorted(_plans(found, lambda size: size <= memory), key=_seconds)
     if not fitting:
-        least = min((plan.peak.total for plan in plans), default=math.inf)
-        raise ConfigError(
-            f"none of {len(asked)} ways to run it fits into {gigabytes(memory)}: the least takes {gigabytes(least)}"
-            if plans
-            else f"none of {len(asked)} ways to run it is possible: {refused[0]}",
-            allowed="more ranks, or a smaller model, batch or length",
-        )
-    counts = {message: refused.count(message) for message in dict.fromkeys(refused)}
-    return Best(fitting, len(asked), len(plans) - len(fitting), counts, memory)
+        raise _nothing_fits(plans, refused, memory)
+    number = sum(1 + len(list(smaller(candidate))) for candidate in plain)
+    return Best(fitting, number, len(found), len(plans) - len(fitting), refused, memory)
+
+
+def _nothing_fits(plans: list[Plan], refused: Counter[str], memory: float) -> ConfigError:
+    if not plans:
+        return ConfigError(f"no way to run it: {next(iter(refused))}")
+    least = min(plans, key=lambda plan: plan.peak.total)
+    return ConfigError(
+        f"no way to run it fits into {gigabytes(memory)}: the least takes {gigabytes(least.peak.total)}",
+        allowed="more ranks, a shorter sequence, a smaller batch or a smaller model",
+    )
+
+
+# Plans that do not fit whose smaller forms are planned together.
+_AT_ONCE = 4
+
+
+def _plans(found: list[Plan | str], wanted: Callable[[int], bool]) -> list[Plan]:
+    """Those whose bytes at peak are wanted."""
+    return [plan for plan in found if isinstance(plan, Plan) and wanted(plan.peak.total)]
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.timeline.total
+
+
+def _bound(found: list[Plan | str], memory: float) -> float:
+    """Seconds of the last plan that would be shown."""
+    quick = sorted(map(_seconds, _plans(found, lambda size: size <= memory)))
+    return quick[SHOWN - 1] if len(quick) >= SHOWN else math.inf
+
+
+class _Planner:
+    """All cores of this machine, each working out plans."""
+
+    def __init__(self, hardware: Hardware, what_if: WhatIf, console: Console) -> None:
+        context = multiprocessing.get_context("forkserver")  # no thread is ever forked
+        context.set_forkserver_preload(["lss.plan"])
+        self.pool = ProcessPoolExecutor(os.cpu_count() or 1, context)
+        self.how = hardware, what_if
+        self.progress = Progress(console=console, transient=True)
+        self.task = self.progress.add_task("planning", total=0)
+
+    def __enter__(self) -> _Planner:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+        self.pool.shutdown(cancel_futures=True)
+
+    def plan(self, asked: list[Setup]) -> list[Plan | str]:
+        """Plans, or why there are none."""
+        known = self.progress.tasks[0].total or 0
+        self.progress.update(self.task, total=known + len(asked))
+        found = []
+        for outcome in self.pool.map(_attempt, asked, *([part] * len(asked) for part in self.how)):
+            found.append(outcome)
+            self.progress.advance(self.task)
+        return found
 
 
 def _attempt(setup: Setup, hardware: Hardware, what_if: WhatIf) -> Plan | str:
@@ -229,29 +288,32 @@ def _attempt(setup: Setup, hardware: Hardware, what_if: WhatIf) -> Plan | str:
 
 
 def candidates(setup: Setup) -> Iterator[Setup]:
-    """Ways to run the same sequences over the same ranks."""
+    """Ways to run the same sequences over the same ranks: degrees, what is gathered, and what becomes of it."""
     config, ranks = setup.config, setup.num_ranks
     sequences = config.train.batch * config.parallel.data
     for groups in range(1, ranks + 1):
         if ranks % groups or sequences % groups or ranks // groups > config.data.length:
             continue
-        for attention in _attentions(setup, alone=ranks == groups):
-            for recompute in (False, True):
-                for shard in (False, True) if ranks > 1 else (False,):
-                    parallel = replace(config.parallel, sequence=ranks // groups, data=groups, shard_parameters=shard)
-                    train = replace(config.train, batch=sequences // groups, recompute=recompute)
-                    yield replace(setup, config=replace(config, attention=attention, parallel=parallel, train=train))
+        parallel = replace(config.parallel, sequence=ranks // groups, data=groups, shard_parameters=False)
+        train = replace(config.train, batch=sequences // groups, recompute=False)
+        for attention in _attentions(config.attention) if groups < ranks else [config.attention]:
+            yield replace(setup, config=replace(config, attention=attention, parallel=parallel, train=train))
 
 
-def _attentions(setup: Setup, *, alone: bool) -> Iterator[Any]:
-    """What is gathered, and what becomes of it."""
-    attention = setup.config.attention
-    if alone:
-        yield attention
-        return
-    for gather in ("x", "kv", "separate"):
+def _attentions(attention: AttentionConfig) -> Iterator[AttentionConfig]:
+    for gather in GATHERED:
         for keep, chunks in ((True, 1), (False, 1), (False, 2), (False, 4)):
             yield replace(attention, gather=gather, keep=keep, chunks=chunks)
+
+
+def smaller(setup: Setup) -> Iterator[Setup]:
+    """The same in less memory and more time."""
+    config = setup.config
+    for recompute, shard in ((True, False), (False, True), (True, True)):
+        if shard and setup.num_ranks == 1:
+            continue
+        train, parallel = replace(config.train, recompute=recompute), replace(config.parallel, shard_parameters=shard)
+        yield replace(setup, config=replace(config, train=train, parallel=parallel))
 
 
 def command_of(plan: Plan) -> str:

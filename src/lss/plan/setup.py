@@ -27,10 +27,9 @@ from lss.train.model import prepare
 from lss.train.optim import make_optimizer
 from lss.train.update import update
 
-
 # Parameters are planned as cut over no more ranks than these: their parts are next to nothing then, and torch's
 # fully_shard makes a tensor for each rank of each parameter.
-MOST_HOLDERS = 256
+MOST_HOLDERS = 128
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ _TAKEN_IN = ("attention_mask", "position_ids")
 def trace_step(setup: Setup) -> Trace:
     """One rank's step on tensors without values, in a world that does not exist.
 
-    It is the second step of a run: the states of the optimizer are there.
+    It is planned as a later step of a run: the states of the optimizer, which the first step makes, are there.
 
     Raises:
         LssError: The run would be refused, or the target fails.
@@ -118,7 +117,9 @@ def trace_step(setup: Setup) -> Trace:
             model = prepare(plain, mesh, setup.config, holders)
             foreach = setup.device_type == "cuda" if setup.foreach is None else setup.foreach
             optimizer, _ = make_optimizer(model, train, foreach=foreach)
-            _fill(optimizer, keeps_gradients=setup.keeps_gradients)
+            if setup.keeps_gradients:
+                for weight in model.parameters():
+                    weight.grad = torch.zeros_like(weight)
             parts = range(train.accumulation)
             batches = [shard(whole, mesh, shift_labels=shift, layout=setup.config.attention.layout) for _ in parts]
             return _record(model, optimizer, batches, setup)
@@ -143,21 +144,10 @@ def _cut_stacks(model: nn.Module, depth: int | None) -> None:
             del container[depth:]
 
 
-def _fill(optimizer: Optimizer, *, keeps_gradients: bool) -> None:
-    """Have an optimizer make its states."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=not keeps_gradients)
-
-
 def _record(model: nn.Module, optimizer: Optimizer, batches: list[dict[str, Any]], setup: Setup) -> Trace:
     recorder = Recorder()
     _observe(context_of(model), RecordingLedger(recorder))
     recorder.hold((*model.parameters(), *model.buffers()), "parameters")
-    states = (state for states in optimizer.state.values() for state in states.values())
-    recorder.hold((state for state in states if isinstance(state, Tensor)), "optimizer")
     kept = [torch.empty_like(weight) for weight in model.parameters() if weight.grad is not None]
     recorder.hold(kept, "gradients")
     recorder.hold((weight.grad for weight in model.parameters() if weight.grad is not None), "gradients")
@@ -172,6 +162,8 @@ def _record(model: nn.Module, optimizer: Optimizer, batches: list[dict[str, Any]
     model.train()
     with recorder.recording():
         update(model, optimizer, batches, setup.config.train)
+        states = (state for states in optimizer.state.values() for state in states.values())
+        recorder.hold_always((state for state in states if isinstance(state, Tensor)), "optimizer")
     return recorder.trace
 
 

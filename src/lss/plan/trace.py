@@ -106,7 +106,9 @@ class Trace:
 
 
 # Operators that touch no memory, though torch does not call them views.
-_STILL = frozenset({"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_STILL = frozenset(
+    ("_unsafe_view", "_local_scalar_dense", "detach", "empty", "empty_like", "empty_strided", "new_empty", "full")
+)
 
 
 class Recorder(TorchDispatchMode):
@@ -120,6 +122,12 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[Any, Allocation]] = {}  # by the identity of a storage: a weak reference to it
         self._num_unclaimed = 0
         self._pending: dict[int, Entry] = {}  # by the storage that a collective writes
+
+    def hold_always(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say that some tensors were there before the step."""
+        for tensor in tensors:
+            allocation = self._know(tensor, kind)
+            allocation.kind, allocation.born = kind, 0
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say what some tensors hold, whether they are known yet or not."""
@@ -141,6 +149,8 @@ class Recorder(TorchDispatchMode):
             yield
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function.namespace == "prim":  # questions about a tensor
+            return function(*args, **(kwargs or {}))
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # its parts come here one by one
         kwargs = kwargs or {}
@@ -149,7 +159,7 @@ class Recorder(TorchDispatchMode):
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(result))
         if function.namespace == "c10d":
             self._note_collective(function, args, given)
-        elif not function.is_view and function.namespace != "prim":
+        elif not function.is_view and not (self.is_optimizing and function._opname == "zeros_like"):
             self._await_what_is_used(given)
             self.trace.events.append(_operator(function, args, kwargs, given, made, result))
         for tensor in made:
