@@ -20,6 +20,7 @@ from lss.data import default_cache_folder, enwik8
 from lss.errors import ConfigError, LssError
 from lss.launch import launch
 from lss.mesh import World, check_degrees, detect_world, init_world
+from lss.paper.command import paper
 from lss.train.command import read_eval, read_train
 from lss.verification.command import read_verify
 
@@ -30,6 +31,7 @@ usage: lss COMMAND ...
   lss eval RUN [--key.sub value ...]              bits per byte of a run on its test split
   lss verify TARGET [--sequence N] [--data M]     prove that a run over ranks equals the serial one
   lss bench attention|step [--lengths L,L]        time it serially and over ranks, side by side
+  lss paper [--html FILE] [--json FILE]           the paper's tables and figures beside the planner's
   lss data enwik8 [--from FILE]                   fetch and check a data set
 
 lss COMMAND --help tells more."""
@@ -48,10 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if command == "data":
             return _data(rest)
+        if command == "paper":
+            return paper(rest)
         if command in _READERS:
             return _run(partial(_READERS[command], rest))
         raise ConfigError(
-            f"unknown command {command!r}", allowed="train, eval, verify, bench, data", remedy="see lss --help"
+            f"unknown command {command!r}", allowed="train, eval, verify, bench, paper, data", remedy="see lss --help"
         )
     except LssError as error:
         return _report(error)
