@@ -20,6 +20,7 @@ from lss.data import default_cache_folder, enwik8
 from lss.errors import ConfigError, LssError
 from lss.launch import launch
 from lss.mesh import World, check_degrees, detect_world, init_world
+from lss.paper.command import paper
 from lss.plan.command import run_plan
 from lss.train.command import read_eval, read_train
 from lss.verification.command import read_verify
@@ -32,6 +33,7 @@ usage: lss COMMAND ...
   lss verify TARGET [--sequence N] [--data M]     prove that a run over ranks equals the serial one
   lss bench attention|step [--lengths L,L]        time it serially and over ranks, side by side
   lss plan TARGET --ranks N [--length L]          bytes, messages and seconds of a run, before it is paid for
+  lss paper [--html FILE] [--json FILE]           the paper's tables and figures beside the planner's
   lss data enwik8 [--from FILE]                   fetch and check a data set
 
 lss COMMAND --help tells more."""
@@ -48,16 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(lss.__version__ if command == "--version" else _USAGE)
         return 0
     try:
-        if command == "data":
-            return _data(rest)
-        if command == "plan":
-            run_plan(rest)
-            return 0
+        if command in _ALONE:
+            return _ALONE[command](rest)
         if command in _READERS:
             return _run(partial(_READERS[command], rest))
-        raise ConfigError(
-            f"unknown command {command!r}", allowed="train, eval, verify, bench, plan, data", remedy="see lss --help"
-        )
+        known = ", ".join([*_READERS, *_ALONE])
+        raise ConfigError(f"unknown command {command!r}", allowed=known, remedy="see lss --help")
     except LssError as error:
         return _report(error)
     except KeyboardInterrupt:
@@ -159,3 +157,7 @@ def _report(error: LssError, rank: int = 0) -> int:
     if rank == 0 or not error.on_all_ranks:
         print(f"lss: {error}", file=sys.stderr, flush=True)
     return error.exit_code
+
+
+# Commands that run in this process alone.
+_ALONE: dict[str, Callable[[Sequence[str]], int]] = {"plan": run_plan, "paper": paper, "data": _data}

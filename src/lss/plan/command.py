@@ -23,7 +23,7 @@ from lss.plan.search import best, longest
 from lss.plan.setup import Setup
 
 
-def run_plan(arguments: Sequence[str]) -> None:
+def run_plan(arguments: Sequence[str]) -> int:
     """Plan as flags say, print it, and write it where asked.
 
     Raises:
@@ -51,6 +51,7 @@ def run_plan(arguments: Sequence[str]) -> None:
         report = _shown(plan, console, "")
     if given.json:
         write_json(report, given.json)
+    return 0
 
 
 def _shown(plan: Plan, console: Console, title: str) -> dict[str, Any]:
