@@ -5,11 +5,14 @@ The only file that touches torch's fake process group and fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 def has_values() -> bool:
@@ -36,3 +39,29 @@ def fake_tensors() -> Iterator[None]:
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+@contextmanager
+def fake_shards() -> Iterator[None]:
+    """Within it `fully_shard` makes this rank's part of a parameter alone, not those of all ranks, one by one."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: PLC0415 (takes long to import)
+
+    with patch.object(_fsdp_param, "_chunk_with_empty", _Chunks):
+        yield
+
+
+class _Chunks(Sequence[Tensor]):
+    """What `torch.chunk` gives, filled up with empty tensors; each is made when it is asked for."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.number, self.dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: Any) -> Any:
+        length = self.tensor.size(self.dim)
+        size = -(-length // self.number)
+        start = min(length, index * size)
+        part = self.tensor.narrow(self.dim, start, min(size, length - start))
+        return part if part.size(self.dim) else self.tensor.new_empty(0)

@@ -15,11 +15,12 @@ from lss.config import Config, ParallelConfig, TrainConfig
 from lss.errors import ConfigError
 from lss.flags import check, parse, parser
 from lss.models import PRESETS
+from lss.plan.best import best
 from lss.plan.hardware import Hardware, shipped
 from lss.plan.plan import make_plan, serial_plan
 from lss.plan.report import show, to_dict
 from lss.plan.result import Plan, WhatIf
-from lss.plan.search import best, longest
+from lss.plan.search import longest
 from lss.plan.setup import Setup
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from lss.batch import shard
 from lss.config import Config
 from lss.context import SequenceContext, context_of
 from lss.errors import ConfigError
-from lss.fake import fake_tensors, fake_world
+from lss.fake import fake_shards, fake_tensors, fake_world
 from lss.layout import Layout
 from lss.mesh import DATA, SEQUENCE
 from lss.models import GPT
@@ -26,10 +27,6 @@ from lss.target import call, shift_labels
 from lss.train.model import prepare
 from lss.train.optim import make_optimizer
 from lss.train.update import update
-
-# Parameters are planned as cut over no more ranks than these: their parts are next to nothing then, and torch's
-# fully_shard makes a tensor for each rank of each parameter.
-MOST_HOLDERS = 128
 
 
 @dataclass(frozen=True)
@@ -64,15 +61,10 @@ class Setup:
         layout = Layout.named(self.config.attention.layout, self.config.data.length, self.config.parallel.sequence)
         return max(range(layout.num_ranks), key=lambda rank: sum(start + stop for start, stop in layout.spans[rank]))
 
-    @property
-    def num_holders(self) -> int:
-        """Ranks over which parameters are cut, where they are."""
-        return min(self.num_ranks, MOST_HOLDERS)
-
     def group(self, axis: str, ranks_per_node: int) -> Group:
-        """The ranks of an axis, as they lie on nodes; `all` are those over which parameters are cut."""
+        """The ranks of an axis, as they lie on nodes; `all` are those of the world."""
         sequence, data = self.config.parallel.sequence, self.config.parallel.data
-        size, stride = {"sequence": (sequence, 1), "data": (data, sequence), "all": (self.num_holders, 1)}[axis]
+        size, stride = {"sequence": (sequence, 1), "data": (data, sequence), "all": (self.num_ranks, 1)}[axis]
         return Group.of(size, stride, self.num_ranks, ranks_per_node)
 
     def load(self) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -108,8 +100,9 @@ def trace_step(setup: Setup) -> Trace:
     parallel, train = setup.config.parallel, setup.config.train
     with fake_world(setup.rank, setup.num_ranks):
         mesh = init_device_mesh(setup.device_type, (parallel.data, parallel.sequence), mesh_dim_names=(DATA, SEQUENCE))
-        holders = init_device_mesh("cpu", (setup.num_holders,))  # parameters without values are on the CPU
-        with fake_tensors():
+        holders = init_device_mesh("cpu", (setup.num_ranks,))  # parameters without values are on the CPU
+        cutting = fake_shards() if parallel.shard_parameters else nullcontext()
+        with fake_tensors(), cutting:
             plain, whole = setup.load()
             _cut_stacks(plain, setup.depth)
             plain = plain.double() if train.precision == "fp64" else plain
