@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import count
 
 from rich.console import Console
 from rich.progress import Progress
@@ -23,17 +24,20 @@ from lss.plan.report import gigabytes
 from lss.plan.result import Plan, WhatIf
 from lss.plan.setup import Setup
 
-
 # How near a plan that is left out may come to the first.
 NEAR = 1.01
+# Share of its time that a run takes at least when it is changed to take less memory: chunks hide messages better.
+GAIN = 0.97
+# Seconds after which the best plan so far is taken.
+PATIENCE = 42.0
 
 
 def best(setup: Setup, hardware: Hardware, what_if: WhatIf, memory: float, console: Console) -> Best:
     """The fastest ways to run as many sequences a step over as many ranks.
 
-    What takes less memory takes no less time: keys and values gathered apart, again or in chunks, layers computed
+    What takes less memory takes hardly less time: keys and values gathered apart, again or in chunks, layers computed
     again, parameters cut over the ranks. So these are planned where a run does not fit without them, the fastest first,
-    until ten fit and no other can come within 1 % of the first of these.
+    until ten fit and no other can come within 1 % of the first of these; or for some 40 seconds, if any fits by then.
 
     Args:
         setup: The run; its data groups and batch say how many sequences a step has.
@@ -45,45 +49,95 @@ def best(setup: Setup, hardware: Hardware, what_if: WhatIf, memory: float, conso
     Raises:
         ConfigError: Nothing fits.
     """
-    memory = memory or hardware.memory
-    fitting: list[Plan] = []
-    numbers, refused = count(), Counter[str]()
-    least = float("inf")
-    known = set(degrees(setup))
-    waiting = [(0.0, next(numbers), candidate) for candidate in known]
+    search = _Search(memory or hardware.memory)
+    starts = list(degrees(setup))
+    for start in starts:
+        search.add(0.0, start)
+    deadline = time.monotonic() + PATIENCE
     with _Planner(hardware, what_if, console) as planner:
-        while waiting and not _is_settled(fitting, waiting[0][0]):
-            tried = [heapq.heappop(waiting)[2] for _ in range(min(len(waiting), planner.at_once))]
-            for outcome in planner.plan(tried):
-                if isinstance(outcome, str):
-                    refused[outcome] += 1
-                    continue
-                least = min(least, outcome.peak.total)
-                if outcome.peak.total <= memory:
-                    fitting.append(outcome)
-                    continue
-                for other in smaller(outcome.setup):
-                    if other not in known:
-                        known.add(other)
-                        heapq.heappush(waiting, (outcome.timeline.total, next(numbers), other))
-    if not fitting:
-        raise _nothing_fits(refused, least, memory)
-    fitting.sort(key=lambda plan: plan.timeline.total)
-    return Best(fitting, sum(1 for start in degrees(setup) for _ in reachable(start)), planner.number, refused, memory)
+        while not search.is_settled and (asked := search.next(planner.at_once)):
+            search.take(planner.plan(asked))
+            if search.fitting and time.monotonic() > deadline:
+                break
+    if not search.fitting:
+        raise search.failure()
+    fitting = sorted(search.fitting, key=lambda plan: plan.timeline.total)
+    number = sum(len(reachable(start)) for start in starts)
+    return Best(fitting, number, planner.number, search.is_settled, search.refused, search.memory)
 
 
-def _is_settled(fitting: list[Plan], bound: float) -> bool:
-    """Whether enough plans fit, and nothing that takes at least so many seconds comes near the first."""
-    return len(fitting) >= SHOWN and NEAR * min(plan.timeline.total for plan in fitting) <= bound
+# Data groups, and what is gathered: runs that differ in what takes less memory alone.
+Family = tuple[int, bool]
+_MISSES, _HOPELESS = 3, 1000
 
 
-def _nothing_fits(refused: Counter[str], least: float, memory: float) -> ConfigError:
-    if least == float("inf"):
-        return ConfigError(f"no way to run it: {next(iter(refused))}")
-    return ConfigError(
-        f"no way to run it fits into {gigabytes(memory)}: the least takes {gigabytes(least)}",
-        allowed="more ranks, a shorter sequence, a smaller batch or a smaller model",
-    )
+class _Search:
+    """What is known, and what is to be planned, the fastest first."""
+
+    def __init__(self, memory: float) -> None:
+        self.memory = memory
+        self.fitting: list[Plan] = []
+        self.refused: Counter[str] = Counter()
+        self.least = math.inf
+        self.waiting: list[tuple[float, int, Setup]] = []
+        self._known: set[Setup] = set()
+        self._misses: Counter[Family] = Counter()
+
+    def add(self, bound: float, setup: Setup) -> None:
+        """Have a run planned, which takes at least so many seconds."""
+        if setup not in self._known:
+            self._known.add(setup)
+            heapq.heappush(self.waiting, (bound, len(self._known), setup))
+
+    def next(self, number: int) -> list[Setup]:
+        """The next ones to be planned."""
+        found: list[Setup] = []
+        while self.waiting and len(found) < number:
+            _, _, setup = heapq.heappop(self.waiting)
+            if self._misses[family(setup)] < _HOPELESS:
+                found.append(setup)
+        return found
+
+    def take(self, outcomes: list[Plan | str]) -> None:
+        """Take in plans, or why there are none."""
+        for outcome in outcomes:
+            if isinstance(outcome, str):
+                self.refused[outcome] += 1
+                continue
+            self.least = min(self.least, outcome.peak.total)
+            if outcome.peak.total <= self.memory:
+                self.fitting.append(outcome)
+                continue
+            for other in smaller(outcome.setup):
+                self.add(GAIN * outcome.timeline.total, other)
+            self._miss(outcome.setup)
+
+    def _miss(self, setup: Setup) -> None:
+        """A run does not fit: after some of a family have not, the smallest tells whether any can."""
+        least = smallest(setup)
+        self._misses[family(setup)] += _HOPELESS if setup == least else 1
+        if self._misses[family(setup)] == _MISSES:
+            self.add(0.0, least)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether enough plans fit, and nothing that is left comes near the first."""
+        bound = self.waiting[0][0] if self.waiting else math.inf
+        enough = len(self.fitting) >= SHOWN or not self.waiting
+        return (
+            bool(self.fitting)
+            and enough
+            and NEAR * min((plan.timeline.total for plan in self.fitting), default=math.inf) <= bound
+        )
+
+    def failure(self) -> ConfigError:
+        """Nothing fits."""
+        if self.least == math.inf:
+            return ConfigError(f"no way to run it: {next(iter(self.refused))}")
+        return ConfigError(
+            f"no way to run it fits into {gigabytes(self.memory)}: the least takes {gigabytes(self.least)}",
+            allowed="more ranks, a shorter sequence, a smaller batch or a smaller model",
+        )
 
 
 class _Planner:
@@ -134,6 +188,21 @@ def degrees(setup: Setup) -> Iterator[Setup]:
         attention = replace(config.attention, keep=True, chunks=1)
         for one in [replace(attention, gather=gather) for gather in ("x", "kv")] if groups < ranks else [attention]:
             yield replace(setup, config=replace(config, attention=one, parallel=parallel, train=train))
+
+
+def family(setup: Setup) -> Family:
+    """Which `smaller` and `smallest` stay in."""
+    return setup.config.parallel.data, setup.config.attention.gather == "x"
+
+
+def smallest(setup: Setup) -> Setup:
+    """What takes the least memory with its degrees."""
+    config = setup.config
+    attention, several = config.attention, setup.num_ranks > 1
+    if config.parallel.sequence > 1:
+        attention = replace(attention, gather="x" if attention.gather == "x" else "separate", keep=False, chunks=4)
+    train, parallel = replace(config.train, recompute=True), replace(config.parallel, shard_parameters=several)
+    return replace(setup, config=replace(config, attention=attention, train=train, parallel=parallel))
 
 
 def smaller(setup: Setup) -> Iterator[Setup]:

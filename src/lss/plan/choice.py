@@ -26,6 +26,7 @@ class Best:
         plans: Those that fit, fastest first.
         num_candidates: Ways to run it.
         num_planned: Those of them that were planned.
+        is_settled: Whether none of the others can come near the first.
         refused: Messages of those that cannot be run, and how often.
         memory: Bytes of a rank.
     """
@@ -33,6 +34,7 @@ class Best:
     plans: list[Plan]
     num_candidates: int
     num_planned: int
+    is_settled: bool
     refused: Counter[str]
     memory: float
 
@@ -54,9 +56,9 @@ class Best:
                 f"{plan.communication_share:.0%}",
             )
         console.print(table)
+        told = "no other can come within 1 % of the first" if self.is_settled else "the search ended before the others"
         console.print(
-            f"{self.num_candidates} candidates, {self.num_planned} planned: no other that fits into "
-            f"{gigabytes(self.memory)} can come within 1 % of the first"
+            f"{self.num_candidates} candidates for {gigabytes(self.memory)}, {self.num_planned} planned: {told}"
         )
         for message, number in self.refused.items():
             console.print(f"  {number} x {message}")
@@ -79,6 +81,7 @@ class Best:
         return {
             "num_candidates": self.num_candidates,
             "num_planned": self.num_planned,
+            "is_settled": self.is_settled,
             "num_fitting": len(self.plans),
             "best": [to_dict(plan, None) for plan in self.plans[:SHOWN]],
             "why": self.why(),
