@@ -104,3 +104,30 @@ def messages_of(rows: list[dict]) -> dict[tuple[str, str, str], list[int]]:
         total[0] += row["count"]
         total[1] += row["bytes"]
     return sent
+
+
+def failing(length: int, batch: int):
+    """A target that cannot be made."""
+    raise ValueError("broken")
+
+
+class Reading(GPT):
+    """A model that reads a value."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) * (2 if tokens.sum().item() > 3 else 1)
+
+
+def reading(length: int, batch: int):
+    """A target whose step reads values."""
+    whole = tokens(length, batch)
+    return Reading(GPTConfig(width=32, layers=2, heads=2, vocabulary=VOCABULARY, max_length=length)), {
+        "tokens": whole,
+        "labels": whole,
+    }
+
+
+def fixed():
+    """A target of one length."""
+    whole = torch.zeros(1, 32, dtype=torch.int64)
+    return GPT(GPTConfig(width=32, layers=2, heads=2)), {"tokens": whole, "labels": whole}

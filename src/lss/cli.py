@@ -21,6 +21,7 @@ from lss.errors import ConfigError, LssError
 from lss.launch import launch
 from lss.mesh import World, check_degrees, detect_world, init_world
 from lss.paper.command import paper
+from lss.plan.calibrate import read_calibrate
 from lss.plan.command import run_plan
 from lss.train.command import read_eval, read_train
 from lss.verification.command import read_verify
@@ -33,6 +34,7 @@ usage: lss COMMAND ...
   lss verify TARGET [--sequence N] [--data M]     prove that a run over ranks equals the serial one
   lss bench attention|step [--lengths L,L]        time it serially and over ranks, side by side
   lss plan TARGET --ranks N [--length L]          bytes, messages and seconds of a run, before it is paid for
+  lss calibrate FILE [--ranks N]                  measure this machine, for lss plan --hardware FILE
   lss paper [--html FILE] [--json FILE]           the paper's tables and figures beside the planner's
   lss data enwik8 [--from FILE]                   fetch and check a data set
 
@@ -68,6 +70,7 @@ _READERS: dict[str, Callable[[Sequence[str]], Job]] = {
     "eval": read_eval,
     "verify": read_verify,
     "bench": read_bench,
+    "calibrate": read_calibrate,
 }
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lss.errors import MeshError
+
 
 def has_values() -> bool:
     """Whether tensors that are made now hold values; in a plan they have shapes only."""
@@ -22,7 +24,13 @@ def has_values() -> bool:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Be one of so many ranks; collectives return at once, and what they give is not defined."""
+    """Be one of so many ranks; collectives return at once, and what they give is not defined.
+
+    Raises:
+        MeshError: This process is one of a run.
+    """
+    if dist.is_initialized():
+        raise MeshError("a plan in a process of a run", allowed="a process by itself, without torchrun")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 (registers its backend)
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())

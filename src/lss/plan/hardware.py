@@ -71,6 +71,7 @@ class Hardware:
         node: The link between ranks of a node.
         between: The link of a node to the others.
         collectives: Algorithm of each collective: `ring`, `tree` or `hierarchical`.
+        factors: How many times longer a collective takes than links and algorithm say; 1 where it is not named.
         overlap: Share of a collective's time that a rank can compute in.
         jitter: Standard deviation of the time that ranks take for the same work, as a share of it.
     """
@@ -84,6 +85,7 @@ class Hardware:
     node: Link
     between: Link
     collectives: dict[str, Algorithm] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
     overlap: float = 1.0
     jitter: float = 0.0
 

@@ -55,7 +55,7 @@ def seconds(hardware: Hardware, operation: str, num_bytes: float, group: Group) 
         return 0.0
     rounds = 2 if operation == "all_reduce" else 1
     algorithm = hardware.collectives.get(operation, "ring")
-    return rounds * _one_way(hardware, algorithm, num_bytes / rounds, group)
+    return hardware.factors.get(operation, 1.0) * rounds * _one_way(hardware, algorithm, num_bytes / rounds, group)
 
 
 def _one_way(hardware: Hardware, algorithm: Algorithm, num_bytes: float, group: Group) -> float:
@@ -63,7 +63,7 @@ def _one_way(hardware: Hardware, algorithm: Algorithm, num_bytes: float, group: 
 
     Ring: N - 1 steps of the slowest link, and each link carries everything once, those between nodes for every group
     on a node. Tree: log2 N steps, and as many bytes. Hierarchical: rings between nodes, one for each rank of a node
-    and its share, then a ring inside.
+    and its share, and rings inside in which it goes on as it arrives.
     """
     node, between = hardware.node, hardware.between
     if group.num_nodes == 1:
@@ -73,6 +73,6 @@ def _one_way(hardware: Hardware, algorithm: Algorithm, num_bytes: float, group: 
     if algorithm == "hierarchical":
         steps_out, steps_in = group.num_nodes - 1, group.per_node - 1
         share = steps_in / group.per_node
-        return steps_out * between.latency + outside + steps_in * node.latency + inside * share
+        return steps_out * between.latency + steps_in * node.latency + max(outside, inside * share)
     steps = math.log2(group.size) if algorithm == "tree" else group.size - 1
     return steps * max(node.latency, between.latency) + max(inside, outside)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from lss.adapters.found import attention_modules
@@ -16,7 +16,7 @@ from lss.adapters.stacks import stacks
 from lss.batch import shard
 from lss.config import Config
 from lss.context import SequenceContext, context_of
-from lss.errors import ConfigError
+from lss.errors import ConfigError, LssError
 from lss.fake import fake_shards, fake_tensors, fake_world
 from lss.layout import Layout
 from lss.mesh import DATA, SEQUENCE
@@ -97,25 +97,50 @@ def trace_step(setup: Setup) -> Trace:
     Raises:
         LssError: The run would be refused, or the target fails.
     """
-    parallel, train = setup.config.parallel, setup.config.train
+    parallel = setup.config.parallel
     with fake_world(setup.rank, setup.num_ranks):
         mesh = init_device_mesh(setup.device_type, (parallel.data, parallel.sequence), mesh_dim_names=(DATA, SEQUENCE))
         holders = init_device_mesh("cpu", (setup.num_ranks,))  # parameters without values are on the CPU
         cutting = fake_shards() if parallel.shard_parameters else nullcontext()
         with fake_tensors(), cutting:
-            plain, whole = setup.load()
-            _cut_stacks(plain, setup.depth)
-            plain = plain.double() if train.precision == "fp64" else plain
-            shift = shift_labels(setup.target, plain)
-            model = prepare(plain, mesh, setup.config, holders)
-            foreach = setup.device_type == "cuda" if setup.foreach is None else setup.foreach
-            optimizer, _ = make_optimizer(model, train, foreach=foreach)
-            if setup.keeps_gradients:
-                for weight in model.parameters():
-                    weight.grad = torch.zeros_like(weight)
-            parts = range(train.accumulation)
-            batches = [shard(whole, mesh, shift_labels=shift, layout=setup.config.attention.layout) for _ in parts]
-            return _record(model, optimizer, batches, setup)
+            try:
+                return _traced(setup, mesh, holders)
+            except LssError:
+                raise
+            except Exception as error:  # whatever the model's code raises
+                raise _failure(setup, error) from error
+
+
+def _traced(setup: Setup, mesh: DeviceMesh, holders: DeviceMesh) -> Trace:
+    train = setup.config.train
+    plain, whole = setup.load()
+    _cut_stacks(plain, setup.depth)
+    plain = plain.double() if train.precision == "fp64" else plain
+    shift = shift_labels(setup.target, plain)
+    model = prepare(plain, mesh, setup.config, holders)
+    foreach = setup.device_type == "cuda" if setup.foreach is None else setup.foreach
+    optimizer, _ = make_optimizer(model, train, foreach=foreach)
+    if setup.keeps_gradients:
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+    layout = setup.config.attention.layout
+    batches = [shard(whole, mesh, shift_labels=shift, layout=layout) for _ in range(train.accumulation)]
+    return _record(model, optimizer, batches, setup)
+
+
+def _failure(setup: Setup, error: Exception) -> ConfigError:
+    what = setup.target or "the model"
+    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        return ConfigError(
+            f"{what} reads values of tensors, which have none in a plan: {error}",
+            allowed="a model whose step has the same shapes whatever the values are",
+            remedy="leave out what looks at values (`.item()`, `if tensor`, `nonzero`), for the plan",
+        )
+    return ConfigError(
+        f"the step of {what} failed on tensors without values: {type(error).__name__}: {str(error).strip()}",
+        allowed="a model that lss.parallelize takes, and a batch of its arguments",
+        remedy="see that lss verify takes it",
+    )
 
 
 def stacks_of(model: nn.Module) -> list[list[str]]:
