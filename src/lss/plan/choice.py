@@ -46,7 +46,7 @@ class Best:
 
     def table(self) -> Table:
         """The ten best."""
-        head = ("", "ranks", "batch", "gather", "kept", "recompute", "shard", "GB", "s / step", "comm")
+        head = ("", "ranks", "batch", "gather", "kept", "recompute", "shard", "GB", "seconds", "comm")
         rows = ((str(number), *_row(plan)) for number, plan in enumerate(self.plans[:SHOWN], 1))
         return Table("the fastest that fit; ranks are data groups x sequence", head, tuple(rows))
 
