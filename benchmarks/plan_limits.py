@@ -105,8 +105,8 @@ def ceiling() -> Iterator[Part]:
     head = ("machine", "link", *(f"width {width:,}" for width in WIDTHS))
     yield Table("Tokens at which messages and computation of a layer take as long", head, tuple(rows))
     yield Paragraph(
-        "Inside: as if all 64 ranks were on one node. Below 1,024 tokens a rank has 16 or fewer, and its time is that of "
-        "reading the weights, behind which messages fit. Where both grow nearly alike, lengths are rough."
+        "Inside: as if all 64 ranks were on one node. Below 1,024 tokens a rank has 16 or fewer, and its time is that "
+        "of reading the weights, behind which messages fit. Where both grow nearly alike, lengths are rough."
     )
 
 
