@@ -6,6 +6,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -53,13 +54,38 @@ def natural(name: str, value: object) -> int:
     return int(str(value))
 
 
+def check_reports(html: str, **others: str) -> None:
+    """Check files that a command is to write, before it does its work.
+
+    Args:
+        html: A page with drawings; empty for none.
+        others: Further files, by the name of their flag.
+
+    Raises:
+        ConfigError: One of them cannot be a file, or what draws is not installed.
+    """
+    for name, file in {"html": html, **others}.items():
+        if file and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
+            raise ConfigError(f"{name} = {file}", allowed="a file in a folder that exists")
+    if html and find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"html = {html}: matplotlib, which draws the figures, is not installed",
+            remedy='pip install "lss-transformer[report]", or leave out --html',
+        )
+
+
 def write_json(value: object, file: str) -> None:
-    """Write what a command has found.
+    """Write what a command has found; raises as `write`."""
+    write(file, json.dumps(value, indent=1))
+
+
+def write(file: str, text: str) -> None:
+    """Write a report.
 
     Raises:
         RunError: The file cannot be written.
     """
     try:
-        Path(file).write_text(json.dumps(value, indent=1))
+        Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{file!r} cannot be written: {error}", remedy="name another file") from error

@@ -52,7 +52,7 @@ class Table:
 
     Args:
         caption: What it shows.
-        head: Names of the columns.
+        head: Names of the columns; empty ones for a table without.
         rows: Cells.
     """
 
@@ -112,7 +112,7 @@ def _html(part: Part) -> str:
         drawing = part.svg[part.svg.index("<svg") :]  # without the lines that make it a file of its own
         return f"<figure>\n<figcaption>{escape(part.caption)}</figcaption>\n{drawing.strip()}\n</figure>"
     rows = "\n".join(_html_row(row, "td") for row in part.rows)
-    head = f"<thead>\n{_html_row(part.head, 'th')}\n</thead>"
+    head = f"<thead>\n{_html_row(part.head, 'th')}\n</thead>" if any(part.head) else ""
     return f"<table>\n<caption>{escape(part.caption)}</caption>\n{head}\n<tbody>\n{rows}\n</tbody>\n</table>"
 
 
@@ -169,9 +169,16 @@ def show(parts: Sequence[Part], console: Console) -> None:
 
 
 def _grid(table: Table) -> Grid:
-    grid = Grid(title=table.caption, title_justify="left", title_style="", box=SIMPLE_HEAD, pad_edge=False)
+    grid = Grid(
+        title=table.caption,
+        title_justify="left",
+        title_style="",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_header=any(table.head),
+    )
     for number, name in enumerate(table.head):
-        grid.add_column(Text(name), justify="right" if number else "left")
+        grid.add_column(Text(name), justify="right" if number else "left", overflow="fold")
     for row in table.rows:
         grid.add_row(*(Text(cell) for cell in row))
     return grid

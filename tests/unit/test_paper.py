@@ -110,7 +110,7 @@ def planned(monkeypatch):
 
     def found(run):
         setups.append(run.setup)
-        return replace(plan, setup=run.setup, peak=Peak({"activations": run.length * 300_000}, "forward"))
+        return replace(plan, setup=run.setup, peaks=(Peak({"activations": run.length * 300_000}, "forward"),))
 
     monkeypatch.setattr(setting.Run, "plan", found)
     for module in (tables, figures):

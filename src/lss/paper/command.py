@@ -6,14 +6,12 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from lss.command import write_json
-from lss.errors import ConfigError, RunError
+from lss.command import check_reports, write, write_json
+from lss.errors import ConfigError
 from lss.page import Figure, Heading, Paragraph, Part, markdown, page, show
 from lss.paper import report
 from lss.paper.records import Record
@@ -45,9 +43,9 @@ def paper(arguments: Sequence[str]) -> int:
     if given.json:
         write_json(_as_json(records), given.json)
     if given.markdown:
-        _write(given.markdown, markdown(report.TITLE, [Paragraph("Made by `lss paper --markdown FILE`."), *parts]))
+        write(given.markdown, markdown(report.TITLE, [Paragraph("Made by `lss paper --markdown FILE`."), *parts]))
     if given.html:
-        _write(given.html, page(report.TITLE, [*parts, *_drawings(names, records)]))
+        write(given.html, page(report.TITLE, [*parts, *_drawings(names, records)]))
     return 0
 
 
@@ -66,15 +64,7 @@ def _check(given: Namespace) -> None:
     for name in given.sections:
         if name not in SECTIONS:
             raise ConfigError(f"section {name!r}", allowed=", ".join(SECTIONS))
-    for name in ("html", "markdown", "json"):
-        file = getattr(given, name)
-        if file and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
-            raise ConfigError(f"{name} = {file}", allowed="a file in a folder that exists")
-    if given.html and find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"html = {given.html}: matplotlib, which draws the figures, is not installed",
-            remedy='pip install "lss-transformer[report]", or leave out --html',
-        )
+    check_reports(html=given.html, markdown=given.markdown, json=given.json)
 
 
 def _planned(names: Sequence[str]) -> list[Record]:
@@ -119,10 +109,3 @@ def _as_json(records: Sequence[Record]) -> dict[str, object]:
         "unknown": UNKNOWN,
         "rows": [record.to_dict() for record in records],
     }
-
-
-def _write(file: str, text: str) -> None:
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{file!r} cannot be written: {error}", remedy="name another file") from error

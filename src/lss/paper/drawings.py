@@ -1,21 +1,17 @@
-"""The paper's figures and the plan's, drawn with matplotlib, without pyplot and its global state."""
+"""The paper's figures and the plan's, drawn."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from io import StringIO
 from itertools import groupby
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from lss.drawing import SHARES, svg
 from lss.paper.records import Record
 
 _PAPER, _PLAN = "#b7793a", "#2f6690"
-_SHARES = {"computation": "#2f6690", "communication": "#d98c3f", "waiting": "#999999"}
 _MARKERS = {"3a": "o", "3b": "s", "5a": "^", "5b": "v", "6a": "D", "6b": "P"}
 
 
@@ -26,12 +22,7 @@ def drawn(name: str, records: Sequence[Record]) -> str:
         name: `figure-4a`, `figure-4b`, `figure-4c` or `memory`.
         records: All figures.
     """
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-    DRAWINGS[name](figure.add_subplot(), records)
-    written = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(written, format="svg", metadata={"Date": None})
-    return re.sub(r'<g id="[^"]*">', "<g>", written.getvalue())  # the same names in every drawing of a page
+    return svg(name, lambda axes: DRAWINGS[name](axes, records))
 
 
 def _ablation(axes: Axes, records: Sequence[Record]) -> None:
@@ -61,7 +52,7 @@ def _lengths(axes: Axes, records: Sequence[Record]) -> None:
 def _shares(axes: Axes, records: Sequence[Record]) -> None:
     names = [str(record.gpus) for record in _of(records, "figure-4c", "communication")]
     below = [0.0] * len(names)
-    for part, colour in _SHARES.items():
+    for part, colour in SHARES.items():
         heights = [record.number("plan") for record in _of(records, "figure-4c", part)]
         axes.bar(names, heights, 0.6, bottom=below, color=colour, label=f"{part}, plan")
         below = [one + other for one, other in zip(below, heights, strict=True)]

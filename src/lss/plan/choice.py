@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from lss import page
 from lss.config import Config
+from lss.page import Paragraph, Table
 from lss.plan.report import gigabytes, to_dict
 from lss.plan.result import Plan
 
@@ -40,30 +41,22 @@ class Best:
 
     def show(self, console: Console) -> None:
         """Print the ten best, why the first wins, and the command that runs it."""
-        table = Table("", "data x sequence", "batch", "gather", "kept", "recompute", "shard", "GB", "s / step", "comm")
-        for number, plan in enumerate(self.plans[:SHOWN], 1):
-            config = plan.setup.config
-            table.add_row(
-                str(number),
-                f"{config.parallel.data} x {config.parallel.sequence}",
-                str(config.train.batch),
-                config.attention.gather,
-                kept(plan),
-                "yes" if config.train.recompute else "",
-                "yes" if config.parallel.shard_parameters else "",
-                f"{plan.peak.total / 1e9:.2f}",
-                f"{plan.timeline.total:.4f}",
-                f"{plan.communication_share:.0%}",
-            )
-        console.print(table)
-        told = "no other can come within 1 % of the first" if self.is_settled else "the search ended before the others"
-        console.print(
-            f"{self.num_candidates} candidates for {gigabytes(self.memory)}, {self.num_planned} planned: {told}"
-        )
-        for message, number in self.refused.items():
-            console.print(f"  {number} x {message}")
-        console.print(self.why())
+        page.show([self.table(), *(Paragraph(text) for text in self.told())], console)
         console.print(command_of(self.plans[0]), style="bold", soft_wrap=True)
+
+    def table(self) -> Table:
+        """The ten best."""
+        head = ("", "ranks", "batch", "gather", "kept", "recompute", "shard", "GB", "seconds", "comm")
+        rows = ((str(number), *_row(plan)) for number, plan in enumerate(self.plans[:SHOWN], 1))
+        return Table("the fastest that fit; ranks are data groups x sequence", head, tuple(rows))
+
+    def told(self) -> list[str]:
+        """How far the search went, what was refused, and why the first wins."""
+        end = "no other can come within 1 % of the first" if self.is_settled else "the search ended before the others"
+        number, planned = self.num_candidates, self.num_planned
+        said = [f"{number} candidates for {gigabytes(self.memory)}, {planned} planned: {end}"]
+        said += [f"{number} x {message}" for message, number in self.refused.items()]
+        return [*said, self.why()]
 
     def why(self) -> str:
         """What the first has over the second, and over the first of other degrees."""
@@ -87,6 +80,21 @@ class Best:
             "why": self.why(),
             "command": command_of(self.plans[0]),
         }
+
+
+def _row(plan: Plan) -> tuple[str, ...]:
+    config = plan.setup.config
+    return (
+        f"{config.parallel.data} x {config.parallel.sequence}",
+        str(config.train.batch),
+        config.attention.gather,
+        kept(plan),
+        "yes" if config.train.recompute else "",
+        "yes" if config.parallel.shard_parameters else "",
+        f"{plan.peak.total / 1e9:.2f}",
+        f"{plan.timeline.total:.4f}",
+        f"{plan.communication_share:.0%}",
+    )
 
 
 def _difference(first: Plan, other: Plan) -> str:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from rich.console import Console
 
-from lss.command import add_attention, attention_of, natural, write_json
+from lss.command import add_attention, attention_of, check_reports, natural, write, write_json
 from lss.config import Config, ParallelConfig, TrainConfig
 from lss.errors import ConfigError
 from lss.flags import check, parse, parser
 from lss.models import PRESETS
 from lss.plan.best import best
+from lss.plan.choice import Best
 from lss.plan.hardware import Hardware, shipped
 from lss.plan.plan import make_plan, serial_plan
-from lss.plan.report import show, to_dict
-from lss.plan.result import Plan, WhatIf
+from lss.plan.report import Planned
+from lss.plan.result import WhatIf
 from lss.plan.search import longest
 from lss.plan.setup import Setup
 
@@ -34,33 +34,36 @@ def run_plan(arguments: Sequence[str]) -> int:
     hardware = Hardware.named(given.hardware)
     if given.ranks_per_node is not None:
         hardware = replace(hardware, ranks_per_node=natural("ranks_per_node", given.ranks_per_node))
+    if given.fit:
+        hardware = replace(hardware, memory=bytes_of(given.fit))
     setup, what_if = setup_of(given, hardware), what_if_of(given)
-    for file in filter(None, (given.json, given.html)):
-        if not Path(file).absolute().parent.is_dir():
-            raise ConfigError(f"a report to {file}", allowed="a file in a folder that exists")
-    console = Console()
-    if given.best:
-        found = best(setup, hardware, what_if, given.fit and bytes_of(given.fit), console)
-        found.show(console)
-        report: dict[str, Any] = found.to_dict()
-    elif given.fit:
-        plan = longest(setup, hardware, what_if, bytes_of(given.fit), console)
-        report = _shown(plan, console, f"longest sequence that fits: {plan.setup.config.data.length:,} tokens")
-    else:
-        with console.status("one step, on tensors without values"):
-            plan = make_plan(setup, hardware, what_if)
-        report = _shown(plan, console, "")
+    check_reports(html=given.html, json=given.json)
+    found = _found(given, setup, hardware, what_if)
     if given.json:
-        write_json(report, given.json)
+        write_json(found.to_dict(), given.json)
+    if given.html:
+        from lss.plan.page import written  # noqa: PLC0415  (matplotlib is optional)
+
+        write(given.html, written(found))
     return 0
 
 
-def _shown(plan: Plan, console: Console, title: str) -> dict[str, Any]:
-    base = serial_plan(plan)
-    if title:
-        console.print(title, style="bold")
-    show(plan, base, console)
-    return to_dict(plan, base)
+def _found(given: Namespace, setup: Setup, hardware: Hardware, what_if: WhatIf) -> Best | Planned:
+    """Plan, and print what was found."""
+    console = Console()
+    found: Best | Planned
+    if given.best:
+        found = best(setup, hardware, what_if, hardware.memory, console)
+    elif given.fit:
+        plan = longest(setup, hardware, what_if, hardware.memory, console)
+        told = f"longest sequence that fits into {given.fit}: {plan.setup.config.data.length:,} tokens"
+        found = Planned(plan, serial_plan(plan), told)
+    else:
+        with console.status("one step, on tensors without values"):
+            plan = make_plan(setup, hardware, what_if)
+            found = Planned(plan, serial_plan(plan))
+    found.show(console)
+    return found
 
 
 def setup_of(given: Namespace, hardware: Hardware) -> Setup:
@@ -149,8 +152,12 @@ def _flags() -> ArgumentParser:
     add_attention(made)
     names = ", ".join(sorted(shipped()))
     made.add_argument("--hardware", default="h100", help=f"{names}, or a TOML file (default h100)")
-    made.add_argument("--fit", default="", metavar="BYTES", help="find the longest sequence that fits, such as 80GB")
-    made.add_argument("--best", action="store_true", help="find the fastest way to run it that fits")
+    made.add_argument(
+        "--fit", default="", metavar="BYTES", help="find the longest sequence that fits such a rank: 80GB"
+    )
+    made.add_argument(
+        "--best", action="store_true", help="find the fastest way to run it that fits (with --fit: BYTES)"
+    )
     made.add_argument("--hierarchical", action="store_true", help="what if: gathers between nodes first, then inside")
     made.add_argument("--overlap", action="store_true", help="what if: all messages behind computation")
     made.add_argument("--compression", type=float, default=1.0, help="what if: messages so many times smaller")

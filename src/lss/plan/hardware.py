@@ -17,6 +17,7 @@ from lss.plan.trace import Operator
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,39 @@ class Hardware:
         try:
             read: Hardware = cls(**vars(made.instantiate(made.parse_path(str(path)))))
         except (OSError, ValueError, TypeError, ArgumentError) as error:
+            told = " ".join(str(error).split())  # in one line
             raise ConfigError(
-                f"hardware {given!r} cannot be read: {error}", allowed="the keys of a shipped file"
+                f"hardware {given!r} cannot be read: {told}", allowed="the keys of a shipped file"
             ) from error
         read.check()
         return read
 
     def check(self) -> None:
         """Raise ConfigError unless all figures can be those of a machine."""
+        self._check_names()
+        speeds, times = self._figures()
+        for name, value in (speeds | times).items():
+            if not 0 <= value < math.inf or (name in speeds and value == 0):
+                allowed = "a finite number above 0" if name in speeds else "0 or a finite number above it"
+                raise ConfigError(f"{self.name}: {name} = {value}", allowed=allowed)
+        if self.ranks_per_node < 1:
+            raise ConfigError(f"{self.name}: ranks_per_node = {self.ranks_per_node}", allowed="at least 1")
+        if not 0 <= self.overlap <= 1:
+            raise ConfigError(f"{self.name}: overlap = {self.overlap}", allowed="from 0 to 1")
+
+    def _check_names(self) -> None:
+        """Of dtypes and collectives: a figure under another name would be read by nobody."""
+        kinds, rates = set(_DTYPES.values()), self.rates
+        if "fp32" not in rates.product:
+            raise ConfigError(f"{self.name}: rates.product without fp32", allowed="fp32, and perhaps bf16 and fp64")
+        tables = {f"rates.{name}": (getattr(rates, name), kinds) for name in ("product", "batched", "attention")}
+        tables["collectives"] = (self.collectives, set(_OPERATIONS))
+        for name, (given, known) in tables.items():
+            if unknown := sorted(set(given) - known):
+                raise ConfigError(f"{self.name}: {name}.{unknown[0]}", allowed=", ".join(sorted(known)))
+
+    def _figures(self) -> tuple[dict[str, float], dict[str, float]]:
+        """By key: those that have to be above 0, and those that may be 0."""
         rates = self.rates
         speeds = {"memory": self.memory, "rates.memory": rates.memory, "rates.backward": rates.backward}
         for name in ("product", "batched", "attention", "passes"):
@@ -123,17 +149,7 @@ class Hardware:
         times = {"rates.operator": rates.operator, "rates.kernel": rates.kernel, "jitter": self.jitter}
         for name, link in (("node", self.node), ("between", self.between)):
             speeds[f"{name}.bandwidth"], times[f"{name}.latency"] = link.bandwidth, link.latency
-        for name, value in (speeds | times).items():
-            if not 0 <= value < math.inf or (name in speeds and value == 0):
-                allowed = "a finite number above 0" if name in speeds else "0 or a finite number above it"
-                raise ConfigError(f"{self.name}: {name} = {value}", allowed=allowed)
-        if self.ranks_per_node < 1 or not 0 <= self.overlap <= 1:
-            raise ConfigError(
-                f"{self.name}: ranks_per_node = {self.ranks_per_node}, overlap = {self.overlap}",
-                allowed="at least 1, and from 0 to 1",
-            )
-        if "fp32" not in rates.product:
-            raise ConfigError(f"{self.name}: rates.product without fp32", allowed="fp32, and perhaps bf16 and fp64")
+        return speeds, times
 
     def seconds(self, operator: Operator) -> float:
         """Of the device, for one operator."""

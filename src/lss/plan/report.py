@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from lss import page
+from lss.page import Paragraph, Part, Table
 from lss.plan.result import Plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan beside that of one rank.
+
+    Args:
+        plan: The plan.
+        base: The same sequences on one rank; None where it was not planned.
+        found: What a search for it has found; empty without one.
+    """
+
+    plan: Plan
+    base: Plan | None
+    found: str = ""
+
+    def show(self, console: Console) -> None:
+        """Print it."""
+        for line in filter(None, (self.found, asked(self.plan))):
+            console.print(line, style="bold", highlight=False)
+        console.print()
+        tables = memory(self.plan), messages(self.plan), step(self.plan, self.base)
+        page.show([*tables, *verdict(self.plan)], console)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return to_dict(self.plan, self.base)
 
 
 def to_dict(plan: Plan, base: Plan | None) -> dict[str, Any]:
@@ -65,49 +93,47 @@ def efficiency(plan: Plan, base: Plan | None) -> dict[str, float] | None:
     }
 
 
-def show(plan: Plan, base: Plan | None, console: Console) -> None:
-    """Print a plan."""
-    config, line = plan.setup.config, plan.timeline
-    console.print(
-        f"[bold]{plan.setup.target or config.model.preset}[/], {config.data.length:,} tokens x {config.train.batch} "
-        f"a group, {config.parallel.data} x {config.parallel.sequence} ranks of {plan.hardware.name}, "
-        f"{config.train.precision}, {config.parallel.strategy}"
+def asked(plan: Plan) -> str:
+    """What was planned, in a line."""
+    config = plan.setup.config
+    return (
+        f"{plan.setup.target or config.model.preset}, {config.data.length:,} tokens x {config.train.batch} a group, "
+        f"{config.parallel.data} x {config.parallel.sequence} ranks of {plan.hardware.name}, {config.train.precision}, "
+        f"{config.parallel.strategy}"
     )
-    console.print(_memory(plan))
-    console.print(_collectives(plan))
-    table = Table(title="step", show_header=False)
-    for name, value in _step_rows(plan, base).items():
-        table.add_row(name, value)
-    console.print(table)
-    fits = "fits into" if plan.fits else "[bold red]does NOT fit into[/]"
-    console.print(
-        f"{gigabytes(plan.peak.total)} at peak, in {plan.peak.phase}: {fits} {gigabytes(plan.hardware.memory)}"
-    )
+
+
+def verdict(plan: Plan) -> list[Part]:
+    """Whether it fits, and what else has to be known of it."""
+    fits = "fits into" if plan.fits else "does NOT fit into"
+    said = [f"{gigabytes(plan.peak.total)} at peak, in {plan.peak.phase}: {fits} {gigabytes(plan.hardware.memory)}"]
     if not plan.what_if.is_exact:
-        console.print("[bold]compressed messages: such a run would NOT equal the serial one[/]")
-    if line.total and plan.communication_share > 0.5:
-        console.print("more than half of the step is communication: fewer ranks a sequence, or more data groups")
+        said.append("compressed messages: such a run would NOT equal the serial one")
+    if plan.communication_share > 0.5:
+        said.append("more than half of the step is communication: fewer ranks a sequence, or more data groups")
+    return [Paragraph(text) for text in said]
 
 
-def _memory(plan: Plan) -> Table:
-    table = Table("", "bytes", "share", title="memory of the busiest rank, at peak")
-    for kind, size in plan.peak.bytes.items():
-        table.add_row(kind, gigabytes(size), f"{size / plan.peak.total:.0%}")
-    return table
+def memory(plan: Plan) -> Table:
+    """Bytes at peak, by kind."""
+    sizes = plan.peak.bytes.items()
+    rows = ((kind, gigabytes(size), f"{size / plan.peak.total:.0%}") for kind, size in sizes)
+    return Table("memory at peak, busiest rank", ("", "bytes", "share"), tuple(rows))
 
 
-def _collectives(plan: Plan) -> Table:
-    table = Table("collective", "axis", "pass", "count", "sent", "seconds", title="messages of a rank and step")
-    for message in plan.messages:
-        table.add_row(
-            message.operation,
-            message.axis,
-            message.phase,
-            str(message.count),
-            gigabytes(message.bytes),
-            f"{message.seconds:.4f}",
-        )
-    return table
+def messages(plan: Plan) -> Table:
+    """What is sent."""
+    head = ("collective", "axis", "pass", "count", "sent", "seconds")
+    rows = (
+        (sent.operation, sent.axis, sent.phase, str(sent.count), gigabytes(sent.bytes), f"{sent.seconds:.4f}")
+        for sent in plan.messages
+    )
+    return Table("messages of a rank and step", head, tuple(rows))
+
+
+def step(plan: Plan, base: Plan | None) -> Table:
+    """Where the seconds go, and what they bring."""
+    return Table("step", ("", ""), tuple(_step_rows(plan, base).items()))
 
 
 def _step_rows(plan: Plan, base: Plan | None) -> dict[str, str]:

@@ -119,6 +119,7 @@ class Recorder(TorchDispatchMode):
         self.trace = Trace()
         self.is_optimizing = False
         self._is_backward = False
+        self._is_aside = False
         self._known: dict[int, tuple[Any, Allocation]] = {}  # by the identity of a storage: a weak reference to it
         self._num_unclaimed = 0
         self._pending: dict[int, Entry] = {}  # by the storage that a collective writes
@@ -136,8 +137,13 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record; memory that is taken and freed under its tensors, as `fully_shard` does, is followed too."""
-        resize = torch.UntypedStorage.resize_
+        """Record; memory that is taken and freed under its tensors, as `fully_shard` does, is followed too.
+
+        What DTensor runs on whole shapes, to learn the shape of a result once a process, is not of the step.
+        """
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: PLC0415  (takes long to import)
+
+        resize, learn = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             self._forget(id(storage))
@@ -145,11 +151,22 @@ class Recorder(TorchDispatchMode):
             self._know_storage(storage, "gathered")
             return found
 
-        with patch.object(torch.UntypedStorage, "resize_", resized), self:
+        def learned(*args: Any) -> Any:
+            self._is_aside = True
+            try:
+                return learn(*args)
+            finally:
+                self._is_aside = False
+
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", learned),
+            self,
+        ):
             yield
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if function.namespace == "prim":  # questions about a tensor
+        if self._is_aside or function.namespace == "prim":  # prim: questions about a tensor
             return function(*args, **(kwargs or {}))
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # its parts come here one by one
