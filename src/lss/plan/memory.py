@@ -10,8 +10,9 @@ from itertools import accumulate
 from lss.plan.trace import Allocation, Trace
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "workspace")
-# Backward begins with the last layers' activations there, and ends with the first layers' gradients there.
-PHASES = ("forward", "early backward", "late backward", "update")
+# Backward holds most while it is in the last layer, whose activations are all there, or in the first, when gradients
+# are; in between it holds no more than at the one or at the other, as each layer frees and takes the same.
+PHASES = ("forward", "early backward", "middle of backward", "late backward", "update")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,12 @@ def _kind(allocation: Allocation, trace: Trace) -> str:
 
 
 def _phase(when: int, trace: Trace) -> str:
-    for start, stop in trace.backwards:
+    for number, (start, stop) in enumerate(trace.backwards):
         if start < when <= stop:
-            return "early backward" if when <= (start + stop) / 2 else "late backward"
+            last_over, first_begun = (
+                marks[number] if number < len(marks) else stop for marks in (trace.last_over, trace.first_begun)
+            )
+            if when <= last_over:
+                return "early backward"
+            return "late backward" if when > first_begun else "middle of backward"
     return "forward" if when <= trace.backwards[-1][0] else "update"

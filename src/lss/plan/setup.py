@@ -165,6 +165,8 @@ def _cut_stacks(model: nn.Module, depth: int | None) -> None:
 def _record(model: nn.Module, optimizer: Optimizer, batches: list[dict[str, Any]], setup: Setup) -> Trace:
     recorder = Recorder()
     _observe(context_of(model), RecordingLedger(recorder))
+    stack = next(iter(stacks_of(model)), [])
+    recorder.mark([model.get_submodule(name) for name in stack])
     recorder.hold((*model.parameters(), *model.buffers()), "parameters")
     kept = [torch.empty_like(weight) for weight in model.parameters() if weight.grad is not None]
     recorder.hold(kept, "gradients")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lss.flops import formulas
@@ -92,12 +93,16 @@ class Trace:
         allocations: All memory that was held at some time.
         clock: Ticks at every allocation and every time that memory is freed.
         backwards: When each backward began, and when it was over.
+        last_over: When, in each, the last layer was.
+        first_begun: When, in each, the first layer's began.
     """
 
     events: list[Event] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     clock: int = 0
     backwards: list[tuple[int, int]] = field(default_factory=list)
+    last_over: list[int] = field(default_factory=list)
+    first_begun: list[int] = field(default_factory=list)
 
     @property
     def flops(self) -> int:
@@ -123,6 +128,22 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[Any, Allocation]] = {}  # by the identity of a storage: a weak reference to it
         self._num_unclaimed = 0
         self._pending: dict[int, Entry] = {}  # by the storage that a collective writes
+
+    def mark(self, layers: Sequence[nn.Module]) -> None:
+        """Have backward tell when it leaves the last of some layers, and when it comes to the first.
+
+        Args:
+            layers: In the order in which they are called.
+        """
+
+        def watch(marks: list[int], module: nn.Module, args: Any, outputs: Any) -> None:
+            made = next((part for part in tensors_in(outputs) if part.requires_grad), None)
+            if made is not None and not in_backward():
+                made.register_hook(lambda _: marks.append(self.trace.clock))
+
+        if len(layers) > 1:
+            layers[-2].register_forward_hook(partial(watch, self.trace.last_over))
+            layers[0].register_forward_hook(partial(watch, self.trace.first_begun))
 
     def hold_always(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Say that some tensors were there before the step."""
