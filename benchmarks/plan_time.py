@@ -44,8 +44,10 @@ def config_of(way: str, length: int, num_ranks: int) -> Config:
 
 def steps(world: World, cases: list[tuple[str, int]], repeats: int, file: str) -> int:
     """Measure each case; rank 0 prints it beside the plan, which was made before."""
-    with open(file) as plans:
-        planned = dict(line.rsplit(" ", 1) for line in plans.read().splitlines())
+    planned = {}
+    if world.rank == 0:
+        with open(file) as plans:
+            planned = dict(line.rsplit(" ", 1) for line in plans.read().splitlines())
     for way, length in cases:
         config = config_of(way, length, world.size)
         mesh = lss.init_mesh(world.size, device="cpu", world=world)
