@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lss.collectives import gather
 from lss.compiled import eager
 from lss.context import SequenceContext
+from lss.duals import gather
 from lss.errors import LayoutError, ModelError
 from lss.fake import has_values
 from lss.fully_sharded import is_cut

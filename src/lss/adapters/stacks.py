@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lss.collectives import gather
 from lss.context import SequenceContext
+from lss.duals import gather
 from lss.errors import ModelError
 from lss.frames import in_backward
 

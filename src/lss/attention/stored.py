@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lss.attention.attend import Call
 from lss.attention.plan import Run
-from lss.collectives import gather
 from lss.dropout import Site, keep_weights
 from lss.dtypes import wide
+from lss.duals import gather
 from lss.layout import Layout, Piece
 from lss.masks import Full
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lss.batch import IGNORE_INDEX
-from lss.collectives import gather, sum_over
 from lss.context import context_of
 from lss.dtypes import wide
+from lss.duals import gather, sum_over
 from lss.errors import LayoutError
 from lss.segment import Segment
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss.attention import attention_layers
-from lss.collectives import gather
 from lss.context import SequenceContext, context_of
+from lss.duals import gather
 from lss.errors import ModelError
 from lss.parallelize import parallelize
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lss.collectives import gather, scatter
 from lss.context import SequenceContext, context_of
+from lss.duals import gather, scatter
 from lss.errors import ModelError
 from lss.layout import Layout
 from lss.models import GPT
