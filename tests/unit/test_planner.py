@@ -103,6 +103,17 @@ def test_a_message_is_hidden_behind_what_is_computed():
     assert slow.waiting == pytest.approx(0.2, abs=1e-3)
 
 
+def test_precisions():
+    setup, held, sent = setup_of(4, 1024, gather="kv"), {}, {}
+    for precision in ("fp64", "fp32", "bf16"):
+        train = replace(setup.config.train, precision=precision)
+        plan = make_plan(replace(setup, config=replace(setup.config, train=train)), V100)
+        held[precision] = plan.peak.bytes["parameters"]
+        (sent[precision],) = (message.bytes for message in plan.messages if message.operation == "all_gather")
+    assert held["fp64"] == 2 * held["fp32"] == 2 * held["bf16"]
+    assert sent["fp64"] == 2 * sent["fp32"] == 4 * sent["bf16"]  # autocast
+
+
 def test_what_ifs_change_time_alone():
     setup = setup_of(36, 8192, gather="kv")
     plan = make_plan(setup, V100)

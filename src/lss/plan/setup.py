@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -113,9 +114,9 @@ def trace_step(setup: Setup) -> Trace:
 
 def _traced(setup: Setup, mesh: DeviceMesh, holders: DeviceMesh) -> Trace:
     train = setup.config.train
-    plain, whole = setup.load()
+    with _numbers_of(torch.float64 if train.precision == "fp64" else torch.get_default_dtype()):
+        plain, whole = setup.load()  # tensors without values cannot be converted in a module
     _cut_stacks(plain, setup.depth)
-    plain = plain.double() if train.precision == "fp64" else plain
     shift = shift_labels(setup.target, plain)
     model = prepare(plain, mesh, setup.config, holders)
     foreach = setup.device_type == "cuda" if setup.foreach is None else setup.foreach
@@ -126,6 +127,17 @@ def _traced(setup: Setup, mesh: DeviceMesh, holders: DeviceMesh) -> Trace:
     layout = setup.config.attention.layout
     batches = [shard(whole, mesh, shift_labels=shift, layout=layout) for _ in range(train.accumulation)]
     return _record(model, optimizer, batches, setup)
+
+
+@contextmanager
+def _numbers_of(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors that are made within it are of a dtype, unless another is asked for."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _failure(setup: Setup, error: Exception) -> ConfigError:
