@@ -156,8 +156,10 @@ class Layout:
 
     def positions(self, rank: int, device: torch.device | None = None) -> Tensor:
         """Index in the whole sequence of each slot of `rank`: int64 [S]; 0 in empty slots."""
-        first = rank * self.segment_length
-        return torch.tensor(self._order[first : first + self.segment_length], device=device)
+        found = torch.zeros(self.segment_length, dtype=torch.int64)
+        for piece in self.pieces(rank):
+            found[piece.slot : piece.slot + len(piece)] = torch.arange(piece.start, piece.stop)
+        return found.to(device)
 
     def all_positions(self, device: torch.device | None = None) -> Tensor:
         """`positions` of all ranks in rank order: int64 [N * S]."""
