@@ -50,21 +50,32 @@ class Target:
             ConfigError: There is no such preset, file, module or function, or it returns something else.
         """
         torch.manual_seed(0)
-        if self.name in PRESETS:
-            return self._gpt(parse(parser("verify"), ["--model.preset", self.name])[0])
-        if self.name.endswith(".toml"):
-            return self._gpt(parse(parser("verify"), [self.name])[0])
-        if ":" not in self.name:
-            raise ConfigError(
-                f"target {self.name!r}", allowed=f"a preset ({', '.join(PRESETS)}), a .toml file, or module:function"
-            )
-        return call(self.name)
+        if ":" in self.name and not self.name.endswith(".toml"):
+            return call(self.name)
+        return self._gpt(config_of(self.name, "verify"))
 
     def _gpt(self, config: Config) -> tuple[nn.Module, dict[str, Tensor]]:
         length = self.length or config.data.length
         shape = replace(config.gpt(), max_length=length, dropout=DROPOUT, attention_dropout=DROPOUT)
         text = torch.randint(shape.vocabulary, (self.num_sequences, length))
         return GPT(shape), {"tokens": text, "labels": text.clone()}
+
+
+def config_of(name: str, command: str) -> Config:
+    """The configuration of a preset or a TOML file.
+
+    Args:
+        name: Of the target.
+        command: For messages.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if name in PRESETS:
+        return parse(parser(command), ["--model.preset", name])[0]
+    if name.endswith(".toml"):
+        return parse(parser(command), [name])[0]
+    raise ConfigError(f"target {name!r}", allowed=f"a preset ({', '.join(PRESETS)}), a .toml file, or module:function")
 
 
 def shift_labels(name: str, model: nn.Module) -> int:

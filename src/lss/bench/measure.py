@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from lss.bench.jobs import Measured
+from lss.flops import formulas
 
 _MATRIX = 2048  # rows and columns of the matrix product that says what the machine can do
 
@@ -39,18 +39,10 @@ class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total: int = 0
-        aten = torch.ops.aten
-        self.formulas = {
-            **flop_registry,
-            aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
-            aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-                aten._scaled_dot_product_flash_attention_backward
-            ],
-        }
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        formula = self.formulas.get(function._overloadpacket)
+        formula = formulas().get(function._overloadpacket)
         if formula:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result

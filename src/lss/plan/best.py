@@ -32,7 +32,7 @@ GAIN = 0.97
 PATIENCE = 42.0
 
 
-def best(setup: Setup, hardware: Hardware, what_if: WhatIf, memory: float, console: Console) -> Best:
+def best(setup: Setup, hardware: Hardware, what_if: WhatIf, console: Console) -> Best:
     """The fastest ways to run as many sequences a step over as many ranks.
 
     What takes less memory takes hardly less time: keys and values gathered apart, again or in chunks, layers computed
@@ -43,13 +43,12 @@ def best(setup: Setup, hardware: Hardware, what_if: WhatIf, memory: float, conso
         setup: The run; its data groups and batch say how many sequences a step has.
         hardware: The machine.
         what_if: As of `make_plan`.
-        memory: Bytes of a rank; 0 for the machine's.
         console: Where the search is told.
 
     Raises:
         ConfigError: Nothing fits.
     """
-    search = _Search(memory or hardware.memory)
+    search = _Search(hardware.memory)
     starts = list(degrees(setup))
     for start in starts:
         search.add(0.0, start)
@@ -124,11 +123,8 @@ class _Search:
         """Whether enough plans fit, and nothing that is left comes near the first."""
         bound = self.waiting[0][0] if self.waiting else math.inf
         enough = len(self.fitting) >= SHOWN or not self.waiting
-        return (
-            bool(self.fitting)
-            and enough
-            and NEAR * min((plan.timeline.total for plan in self.fitting), default=math.inf) <= bound
-        )
+        fastest = min((plan.timeline.total for plan in self.fitting), default=None)
+        return fastest is not None and enough and NEAR * fastest <= bound
 
     def failure(self) -> ConfigError:
         """Nothing fits."""

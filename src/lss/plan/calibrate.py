@@ -8,7 +8,6 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import tomli_w
@@ -16,12 +15,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from lss.collectives import Axis, agree
-from lss.command import Job, natural
+from lss.bench.measure import seconds
+from lss.bench.run import Ranks
+from lss.collectives import agree
+from lss.command import Job, check_reports, natural, write
 from lss.config import Config, ParallelConfig
-from lss.errors import ConfigError, RunError
-from lss.ledger import Ledger
-from lss.mesh import SEQUENCE, World, init_mesh
+from lss.mesh import World, init_mesh
 from lss.plan.hardware import Hardware, Link, Rates
 from lss.plan.probes import Probe, attention_probes, host_seconds, pass_probes, product_probes
 from lss.plan.timeline import expected_largest
@@ -40,8 +39,7 @@ def read_calibrate(arguments: Sequence[str]) -> Job:
     made.add_argument("--ranks", type=int, default=2, help="that measure together (default 2)")
     made.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto", help="where (default auto)")
     given = made.parse_args(list(arguments))
-    if not Path(given.file).absolute().parent.is_dir():
-        raise ConfigError(f"a hardware file {given.file}", allowed="a file in a folder that exists")
+    check_reports(html="", hardware=given.file)
     parallel = ParallelConfig(natural("ranks", given.ranks), 1, given.device)
     return Job(partial(calibrate, parallel=parallel, file=given.file), Config(parallel=parallel), f"calibrate {given}")
 
@@ -49,48 +47,28 @@ def read_calibrate(arguments: Sequence[str]) -> Job:
 def calibrate(world: World, parallel: ParallelConfig, file: str) -> None:
     """Measure, print and write. Runs on every rank."""
     mesh = init_mesh(parallel.sequence, device=parallel.device, world=world)
-    ranks = _Ranks(Axis.of(mesh, SEQUENCE, Ledger()), torch.device(mesh.device_type))
+    ranks = Ranks(mesh)
     with Console(quiet=world.rank > 0).status("measuring"):
         hardware = measured(ranks, world)
     if world.rank == 0:
         Console().print(f"{hardware.name}: written to {file}")
-    agree(lambda: _write(hardware, file) if world.rank == 0 else None)
+    agree(lambda: write(file, tomli_w.dumps(asdict(hardware))) if world.rank == 0 else None)
 
 
-def _write(hardware: Hardware, file: str) -> None:
-    try:
-        Path(file).write_text(tomli_w.dumps(asdict(hardware)))
-    except OSError as error:
-        raise RunError(f"{file!r} cannot be written: {error}", remedy="name another file") from error
+def _seconds(ranks: Ranks, run: Callable[[], object]) -> float:
+    """Of a run, the median of several, the mean of the ranks, which all run at once."""
+    first = float(_once(ranks, run).max())
+    repeats = REPEATS if first < SLOW else 1
+    return float(torch.stack([_once(ranks, run).mean() for _ in range(repeats)]).median())
 
 
-class _Ranks:
-    """The ranks that measure together."""
-
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.axis, self.device = axis, device
-
-    def each(self, value: float) -> Tensor:
-        """The value of every rank; they have met when it returns."""
-        own = torch.tensor([value], dtype=torch.float64, device=self.device)
-        return self.axis.all_gather(own, layer="calibrate", phase="setup")
-
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Of a run, the median of several, the mean of the ranks, which all run at once."""
-        first = float(self.each(self._once(run)).max())
-        repeats = REPEATS if first < SLOW else 1
-        return float(torch.stack([self.each(self._once(run)).mean() for _ in range(repeats)]).median())
-
-    def _once(self, run: Callable[[], object]) -> float:
-        self.each(0.0)
-        started = time.perf_counter()
-        run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - started
+def _once(ranks: Ranks, run: Callable[[], object]) -> Tensor:
+    """Seconds of a run that all ranks begin together, of each."""
+    ranks.each(0.0)
+    return ranks.each(seconds(run, ranks.device))
 
 
-def measured(ranks: _Ranks, world: World) -> Hardware:
+def measured(ranks: Ranks, world: World) -> Hardware:
     """The machine, as all ranks see it at once."""
     host = float(ranks.each(host_seconds(ranks.device)).mean())
     rates = _rates(ranks, host)
@@ -111,11 +89,11 @@ def measured(ranks: _Ranks, world: World) -> Hardware:
     )
 
 
-def _rates(ranks: _Ranks, host: float) -> Rates:
+def _rates(ranks: Ranks, host: float) -> Rates:
     """Of one rank, while all compute."""
 
     def rate(probe: Probe, amount: float) -> float:
-        return amount / max(1e-9, ranks.seconds(probe.run) - probe.number * host)
+        return amount / max(1e-9, _seconds(ranks, probe.run) - probe.number * host)
 
     products = {kind: rate(probe, probe.flops) for kind, probe in product_probes(ranks.device, batched=False).items()}
     batched = {kind: rate(probe, probe.flops) for kind, probe in product_probes(ranks.device, batched=True).items()}
@@ -125,7 +103,7 @@ def _rates(ranks: _Ranks, host: float) -> Rates:
     return Rates(products, passes.pop("add"), host, 0.0, batched, forward, share, passes)
 
 
-def _links(ranks: _Ranks) -> tuple[Link, dict[str, float]]:
+def _links(ranks: Ranks) -> tuple[Link, dict[str, float]]:
     """Latency and bandwidth by all-gathers, and how many times longer other collectives take than these say."""
     axis, size = ranks.axis, ranks.axis.size
     if size == 1:
@@ -133,19 +111,19 @@ def _links(ranks: _Ranks) -> tuple[Link, dict[str, float]]:
 
     def gather(number: int) -> float:
         segment = torch.zeros(number // 4, device=ranks.device)
-        return ranks.seconds(lambda: axis.all_gather(segment, layer="calibrate", phase="setup"))
+        return _seconds(ranks, lambda: axis.all_gather(segment, layer="calibrate", phase="setup"))
 
     small, large = gather(SMALL), gather(LARGE)
     bandwidth = (size - 1) * (LARGE - SMALL) / max(1e-9, large - small)
     link = Link(small / (size - 1), bandwidth)
     whole, tensor = torch.zeros(size * LARGE // 4, device=ranks.device), torch.zeros(LARGE // 4, device=ranks.device)
-    scattered = ranks.seconds(lambda: axis.reduce_scatter(whole, layer="calibrate", phase="setup"))
-    reduced = ranks.seconds(lambda: axis.all_reduce_(tensor, layer="calibrate", phase="setup"))
+    scattered = _seconds(ranks, lambda: axis.reduce_scatter(whole, layer="calibrate", phase="setup"))
+    reduced = _seconds(ranks, lambda: axis.all_reduce_(tensor, layer="calibrate", phase="setup"))
     reduced_as_planned = 2 * ((size - 1) * link.latency + (size - 1) / size * LARGE / bandwidth)
     return link, {"reduce_scatter": scattered / large, "all_reduce": reduced / reduced_as_planned}
 
 
-def _overlap(ranks: _Ranks) -> float:
+def _overlap(ranks: Ranks) -> float:
     """Share of a message's time in which a rank can compute."""
     axis = ranks.axis
     if axis.size == 1:
@@ -163,19 +141,19 @@ def _overlap(ranks: _Ranks) -> float:
         wait()
 
     alone, sent, together = (
-        ranks.seconds(run)
+        _seconds(ranks, run)
         for run in (compute, lambda: axis.all_gather(segment, layer="calibrate", phase="setup"), both)
     )
     return min(1.0, max(0.0, (alone + sent - together) / min(alone, sent)))
 
 
-def _jitter(ranks: _Ranks) -> float:
+def _jitter(ranks: Ranks) -> float:
     """Standard deviation of the time that ranks take for the same work, as a share of it."""
     matrix = torch.ones(768, 768, device=ranks.device)
     spreads = []
     for _ in range(REPEATS):
-        seconds = ranks.each(ranks._once(lambda: [matrix @ matrix for _ in range(8)]))
-        late = float(seconds.max() / seconds.mean()) - 1
+        spent = _once(ranks, lambda: [matrix @ matrix for _ in range(8)])
+        late = float(spent.max() / spent.mean()) - 1
         spreads.append(late / max(1e-9, expected_largest(ranks.axis.size)))
     return median(spreads) if ranks.axis.size > 1 else 0.0
 

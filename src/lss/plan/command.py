@@ -12,8 +12,7 @@ from rich.console import Console
 from lss.command import add_attention, attention_of, check_reports, natural, write, write_json
 from lss.config import Config, ParallelConfig, TrainConfig
 from lss.errors import ConfigError
-from lss.flags import check, parse, parser
-from lss.models import PRESETS
+from lss.flags import check
 from lss.plan.best import best
 from lss.plan.choice import Best
 from lss.plan.hardware import Hardware, shipped
@@ -22,6 +21,7 @@ from lss.plan.report import Planned
 from lss.plan.result import WhatIf
 from lss.plan.search import longest
 from lss.plan.setup import Setup
+from lss.target import config_of
 
 
 def run_plan(arguments: Sequence[str]) -> int:
@@ -53,9 +53,9 @@ def _found(given: Namespace, setup: Setup, hardware: Hardware, what_if: WhatIf) 
     console = Console()
     found: Best | Planned
     if given.best:
-        found = best(setup, hardware, what_if, hardware.memory, console)
+        found = best(setup, hardware, what_if, console)
     elif given.fit:
-        plan = longest(setup, hardware, what_if, hardware.memory, console)
+        plan = longest(setup, hardware, what_if, console)
         told = f"longest sequence that fits into {given.fit}: {plan.setup.config.data.length:,} tokens"
         found = Planned(plan, serial_plan(plan), told)
     else:
@@ -69,7 +69,7 @@ def _found(given: Namespace, setup: Setup, hardware: Hardware, what_if: WhatIf) 
 def setup_of(given: Namespace, hardware: Hardware) -> Setup:
     """The run that flags describe."""
     is_function = ":" in given.target
-    config = Config() if is_function else _config_of(given.target)
+    config = Config() if is_function else config_of(given.target, "plan")
     ranks, groups = natural("ranks", given.ranks), natural("data_groups", given.data_groups)
     if ranks % groups:
         raise ConfigError(f"{ranks} ranks in {groups} data groups", allowed="data groups that divide the ranks")
@@ -93,17 +93,6 @@ def setup_of(given: Namespace, hardware: Hardware) -> Setup:
     )
     check(planned)
     return Setup(given.target if is_function else "", planned, hardware.device)
-
-
-def _config_of(target: str) -> Config:
-    """Of a preset or a TOML file."""
-    if target in PRESETS:
-        return parse(parser("plan"), ["--model.preset", target])[0]
-    if target.endswith(".toml"):
-        return parse(parser("plan"), [target])[0]
-    raise ConfigError(
-        f"target {target!r}", allowed=f"a preset ({', '.join(PRESETS)}), a .toml file, or module:function"
-    )
 
 
 def what_if_of(given: Namespace) -> WhatIf:

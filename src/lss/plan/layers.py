@@ -12,8 +12,9 @@ from torch import nn
 from lss.fake import fake_tensors
 from lss.plan.memory import Peak
 from lss.plan.result import Plan
-from lss.plan.setup import Setup, container_of, stacks_of
+from lss.plan.setup import Setup, container_of
 from lss.plan.timeline import Timeline
+from lss.train.model import stacks_of
 
 # Numbers of layers that are planned in the place of all.
 FEW = (2, 3)

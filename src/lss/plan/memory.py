@@ -10,9 +10,6 @@ from itertools import accumulate
 from lss.plan.trace import Allocation, Trace
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "workspace")
-# Backward holds most while it is in the last layer, whose activations are all there, or in the first, when gradients
-# are; in between it holds no more than at the one or at the other, as each layer frees and takes the same.
-PHASES = ("forward", "early backward", "middle of backward", "late backward", "update")
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Peak:
     Args:
         bytes: Of each kind: `parameters` (and buffers), `gradients`, `optimizer` states, `activations` that forward
             keeps for backward, what was `gathered` from other ranks, and `workspace`, which is all else.
-        phase: Of `PHASES`.
+        phase: `forward`, `early backward`, `middle of backward`, `late backward` or `update`.
     """
 
     bytes: dict[str, int]
@@ -66,6 +63,8 @@ def _kind(allocation: Allocation, trace: Trace) -> str:
     return "activations" if allocation.in_forward and is_kept else "workspace"
 
 
+# Backward holds most while it is in the last layer, whose activations are all there, or in the first, when gradients
+# are; in between it holds no more than at the one or at the other, as each layer frees and takes the same.
 def _phase(when: int, trace: Trace) -> str:
     for number, (start, stop) in enumerate(trace.backwards):
         if start < when <= stop:

@@ -19,20 +19,19 @@ PRECISION = 0.005
 LONGEST = 2**40
 
 
-def longest(setup: Setup, hardware: Hardware, what_if: WhatIf, memory: float, console: Console) -> Plan:
+def longest(setup: Setup, hardware: Hardware, what_if: WhatIf, console: Console) -> Plan:
     """The plan of the longest sequence that fits, a multiple of the ranks that hold it.
 
     Args:
         setup: The run; its length is where the search begins.
         hardware: The machine.
         what_if: As of `make_plan`.
-        memory: Bytes of a rank.
         console: Where the search is told.
 
     Raises:
         ConfigError: Not even one token a rank fits.
     """
-    step = setup.config.parallel.sequence
+    step, memory = setup.config.parallel.sequence, hardware.memory
 
     def planned(number: int) -> Plan:
         length = number * step

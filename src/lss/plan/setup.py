@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from lss.adapters.found import attention_modules
-from lss.adapters.stacks import stacks
 from lss.batch import shard
 from lss.config import Config
 from lss.context import SequenceContext, context_of
@@ -25,7 +23,7 @@ from lss.models import GPT
 from lss.plan.links import Group
 from lss.plan.trace import Recorder, RecordingLedger, Trace
 from lss.target import call, shift_labels
-from lss.train.model import prepare
+from lss.train.model import prepare, stacks_of
 from lss.train.optim import make_optimizer
 from lss.train.update import update
 
@@ -155,11 +153,6 @@ def _failure(setup: Setup, error: Exception) -> ConfigError:
     )
 
 
-def stacks_of(model: nn.Module) -> list[list[str]]:
-    """Names of the layers of each stack of a plain model."""
-    return stacks(model, attention_modules(model))
-
-
 def container_of(model: nn.Module, stack: list[str]) -> nn.ModuleList | None:
     """The list that holds a stack; None where it is none."""
     container = model.get_submodule(stack[0].rpartition(".")[0])
@@ -195,7 +188,7 @@ def _record(model: nn.Module, optimizer: Optimizer, batches: list[dict[str, Any]
     with recorder.recording():
         update(model, optimizer, batches, setup.config.train)
         states = (state for states in optimizer.state.values() for state in states.values())
-        recorder.hold_always((state for state in states if isinstance(state, Tensor)), "optimizer")
+        recorder.hold((state for state in states if isinstance(state, Tensor)), "optimizer", always=True)
     return recorder.trace
 
 

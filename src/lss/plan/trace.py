@@ -145,16 +145,12 @@ class Recorder(TorchDispatchMode):
             layers[-2].register_forward_hook(partial(watch, self.trace.last_over))
             layers[0].register_forward_hook(partial(watch, self.trace.first_begun))
 
-    def hold_always(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say that some tensors were there before the step."""
+    def hold(self, tensors: Iterable[Tensor], kind: str, *, always: bool = False) -> None:
+        """Say what some tensors hold, whether they are known yet or not; and `always`, that they were there before."""
         for tensor in tensors:
             allocation = self._know(tensor, kind)
-            allocation.kind, allocation.born = kind, 0
-
-    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what some tensors hold, whether they are known yet or not."""
-        for tensor in tensors:
-            self._know(tensor, kind).kind = kind
+            allocation.kind = kind
+            allocation.born = 0 if always else allocation.born
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -196,7 +192,7 @@ class Recorder(TorchDispatchMode):
         self._note_backward()
         given, made = list(tensors_in((args, kwargs))), list(tensors_in(result))
         if function.namespace == "c10d":
-            self._note_collective(function, args, given)
+            self._note_collective(function, given)
         elif not function.is_view and not (self.is_optimizing and function._opname == "zeros_like"):
             self._await_what_is_used(given)
             self.trace.events.append(_operator(function, args, kwargs, given, made, result))
@@ -223,7 +219,7 @@ class Recorder(TorchDispatchMode):
             backwards.append((now, now))
         self._is_backward = in_backward()
 
-    def _note_collective(self, function: Any, args: tuple[Any, ...], given: list[Tensor]) -> None:
+    def _note_collective(self, function: Any, given: list[Tensor]) -> None:
         """A message: of a collective that the ledger will tell of, or one of `fully_shard`'s or DDP's."""
         name = function._opname.strip("_").replace("allgather_base", "all_gather")
         operation = name.replace("reduce_scatter_base", "reduce_scatter").replace("allreduce", "all_reduce")

@@ -29,7 +29,7 @@ def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceM
         config: Its sections `attention`, `parallel` and `train`.
         holders: A mesh of one axis over all ranks, where parameters are cut; made by default.
     """
-    layers = [name for stack in stacks(plain, attention_modules(plain)) for name in stack]
+    layers = [name for stack in stacks_of(plain) for name in stack]
     train, parallel = config.train, config.parallel
     if train.recompute:
         for layer in map(plain.get_submodule, layers):
@@ -44,6 +44,11 @@ def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceM
     if parallel.shard_parameters:
         _cut_parameters(model, layers, holders or init_device_mesh(mesh.device_type, (mesh.size(),)))
     return model
+
+
+def stacks_of(model: nn.Module) -> list[list[str]]:
+    """Names of the layers of each stack of a model."""
+    return stacks(model, attention_modules(model))
 
 
 def _cut_parameters(model: nn.Module, layers: Iterable[str], mesh: DeviceMesh) -> None:
