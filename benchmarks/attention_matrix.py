@@ -1,6 +1,6 @@
 """`lss.attention` against a dense softmax: all masks, layouts, schedules, ranks, heads, widths and lengths.
 
-python benchmarks/attention_matrix.py [--ranks 1,2,3,4] [--every 1]
+python -m benchmarks.attention_matrix [--ranks 1,2,3,4] [--every 1]
 """
 
 import argparse

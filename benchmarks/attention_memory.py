@@ -1,6 +1,6 @@
 """Memory of gpt-20m over four ranks against the serial run, and of one call of attention against stored scores.
 
-python benchmarks/attention_memory.py [--length 16384] [--attention-length 8192]
+python -m benchmarks.attention_memory [--length 16384] [--attention-length 8192]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Bytes at peak, planned and of runs over 1, 2 and 4 CPU ranks watched by torch's MemTracker.
 
-python benchmarks/plan_memory.py: four models, two kernels, gathered tensors kept or gathered again.
+python -m benchmarks.plan_memory: four models, two kernels, gathered tensors kept or gathered again.
 """
 
 from itertools import product

@@ -20,7 +20,7 @@ settings.load_profile("untimed")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How many examples the property test of batches draws; where the table of what is supported is written."""
-    parser.addoption("--examples", type=int, default=60, help="examples of tests/ranks/test_property.py")
+    parser.addoption("--examples", type=int, default=30, help="examples of tests/ranks/test_property.py")
     parser.addoption("--matrix", type=Path, help="write the table of docs/support.md, of the tests that run")
     parser.addoption("--matrix-date", default=date.today().isoformat(), help="its date; else today")
 

@@ -1,6 +1,6 @@
 """`lss.attention` over ranks against a dense softmax: a sample that covers the matrix.
 
-`python benchmarks/attention_matrix.py` computes the full product.
+`python -m benchmarks.attention_matrix` computes the full product.
 """
 
 import random

@@ -1,6 +1,6 @@
 """What a plan says of memory and of messages, against runs over ranks watched by torch's own tracker.
 
-`python benchmarks/plan_memory.py` does the full product.
+`python -m benchmarks.plan_memory` does the full product.
 """
 
 import pytest
@@ -8,8 +8,17 @@ import pytest
 from tests.planned import config_of, messages_of, planned, run
 
 BOUND = 0.05
-# ranks, kernel, whether gathered tensors are kept
-WAYS = [(1, "flash", True), (2, "math", False), (4, "flash", False), (4, "math", True)]
+# model, ranks, kernel, whether gathered tensors are kept
+RUNS = [
+    ("gpt", 1, "flash", True),
+    ("gpt", 4, "math", False),
+    ("grouped_gpt", 2, "flash", False),
+    ("grouped_gpt", 4, "math", True),
+    ("gpt2", 4, "flash", True),
+    ("gpt2", 2, "math", False),
+    ("llama", 4, "flash", False),
+    ("llama", 1, "math", True),
+]
 # what else a run may be told
 FURTHER = {
     "recompute": {"recompute": True},
@@ -35,8 +44,7 @@ def compare(ranks, num_ranks: int, name: str, **changed) -> None:
     assert found == messages_of(results[0][1])
 
 
-@pytest.mark.parametrize(("num_ranks", "kernel", "kept"), WAYS)
-@pytest.mark.parametrize("name", ["gpt", "grouped_gpt", "gpt2", "llama"])
+@pytest.mark.parametrize(("name", "num_ranks", "kernel", "kept"), RUNS)
 def test_memory_and_messages_are_those_of_a_run(ranks, num_ranks, name, kernel, kept):
     compare(ranks, num_ranks, name, kernel=kernel, keep=kept)
 

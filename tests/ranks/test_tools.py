@@ -208,8 +208,7 @@ def compiled_over(num_ranks: int, name: str, what: str):
 
 
 @pytest.mark.supports("{name}", "torch.compile")
-@pytest.mark.parametrize("what", ["torch.compile", "layers"])
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+@pytest.mark.parametrize(("name", "what"), [("GPT-2", "layers"), ("Llama", "torch.compile")])
 def test_compiled(ranks, name, what):
     expected = plainly(make(name), name, "SGD", widened=False)
     (eager, _), _ = ranks.run(compiled_over, 2, 2, name, "eager")
