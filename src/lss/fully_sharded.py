@@ -57,20 +57,20 @@ def num_copies(tensor: Tensor) -> int:
 
 def prepare(model: nn.Module) -> None:
     """Have `fully_shard` sum gradients; before backward."""
-    for module in _modules(model):
+    for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
 
 
 def settle(model: nn.Module) -> None:
     """Put the parts of parameters back where a call of the model has left them whole."""
-    for module in _modules(model):
+    for module in sharded_modules(model):
         module.reshard()
 
 
 def require_summed(model: nn.Module, context: SequenceContext) -> None:
     """Raise ModelError unless `fully_shard` has summed gradients, over the ranks of the model."""
-    for module in _modules(model):
+    for module in sharded_modules(model):
         # no public call tells
         groups = module._get_fsdp_state()._fsdp_param_groups
         if not all(group.reduce_grads and group.all_reduce_grads for group in groups):
@@ -82,7 +82,8 @@ def require_summed(model: nn.Module, context: SequenceContext) -> None:
         _require_ranks(weight.device_mesh.mesh.flatten().tolist(), context)
 
 
-def _modules(model: nn.Module) -> list[Any]:
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Modules on which `fully_shard` was called; the library is not imported to find out."""
     library = sys.modules.get("torch.distributed.fsdp")
     if library is None:
         return []

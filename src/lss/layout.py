@@ -89,7 +89,7 @@ class Layout:
         What is missing to segments of one length is missing to few ranks, so that the others' are neighbours in memory.
         """
         size = -(-length // max(1, num_ranks))
-        missing, most = size * num_ranks - length, max(1, size // 2)
+        missing, most = size * num_ranks - length, max(1, size - 1)
         lacks = [min(most, max(0, missing - most * rank)) for rank in reversed(range(num_ranks))]
         firsts = [size // 2 - max(0, lack - (size - size // 2)) for lack in lacks]
         lasts = [size - first - lack for first, lack in zip(firsts, lacks, strict=True)]

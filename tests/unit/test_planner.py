@@ -15,7 +15,7 @@ from lss.plan import Hardware, Setup, WhatIf, make_plan
 from lss.plan.command import bytes_of
 from lss.plan.layers import num_like_layers
 from lss.plan.links import Group, seconds
-from lss.plan.plan import EXACTLY, _played
+from lss.plan.plan import EXACTLY, _played, traced
 from lss.plan.timeline import play
 from lss.plan.trace import Operator, Start, Wait
 
@@ -48,7 +48,7 @@ def setup_of(num_ranks: int, length: int, device: str = "cuda", **changed) -> Se
     ids=["plain", "one rank", "recomputed", "cut", "chunks", "many sequences"],
 )
 def test_two_and_three_layers_tell_of_six(setup):
-    told, whole = make_plan(setup, V100), _played(setup, V100, EXACTLY)
+    told, whole = make_plan(setup, V100), _played(setup, traced(setup), V100, EXACTLY)
     assert num_like_layers(setup) == 6
     assert told.peak.total == pytest.approx(whole.peak.total, rel=2e-3)
     assert told.peak.phase == whole.peak.phase

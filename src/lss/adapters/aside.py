@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lss.context import SequenceContext
 from lss.frames import Frames
+from lss.fully_sharded import own_part, sharded_modules
 from lss.trial import RETURNS, Trial
 
 # What torch itself keeps in a module.
@@ -55,7 +54,7 @@ def opened(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(_reshard, model)
         for number, weight in enumerate(model.parameters()):
-            values = (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+            values = own_part(weight).detach()
             if weight.requires_grad and (constant := _constant(values)) is not None:
                 stack.callback(values.data.fill_, constant)  # the same bits: graphs that hold the weight may go on
                 values.data.uniform_(-0.05, 0.05, generator=torch.Generator(values.device).manual_seed(number))
@@ -64,8 +63,8 @@ def opened(model: nn.Module) -> Iterator[None]:
 
 def _reshard(model: nn.Module) -> None:
     """Free the whole weights that `fully_shard` has gathered in the trial."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule) and module is not model:
+    for module in sharded_modules(model):
+        if module is not model:
             module.reshard()
 
 

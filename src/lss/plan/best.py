@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-import multiprocessing
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from rich.console import Console
@@ -20,6 +18,7 @@ from lss.errors import ConfigError, LssError
 from lss.plan.choice import SHOWN, Best
 from lss.plan.hardware import Hardware
 from lss.plan.plan import make_plan
+from lss.plan.processes import all_cores
 from lss.plan.report import gigabytes
 from lss.plan.result import Plan, WhatIf
 from lss.plan.setup import Setup
@@ -29,7 +28,7 @@ NEAR = 1.01
 # Share of its time that a run takes at least when it is changed to take less memory: chunks hide messages better.
 GAIN = 0.97
 # Seconds after which the best plan so far is taken.
-PATIENCE = 42.0
+PATIENCE = 48.0
 
 
 def best(setup: Setup, hardware: Hardware, what_if: WhatIf, console: Console) -> Best:
@@ -37,7 +36,7 @@ def best(setup: Setup, hardware: Hardware, what_if: WhatIf, console: Console) ->
 
     What takes less memory takes hardly less time: keys and values gathered apart, again or in chunks, layers computed
     again, parameters cut over the ranks. So these are planned where a run does not fit without them, the fastest first,
-    until ten fit and no other can come within 1 % of the first of these; or for some 40 seconds, if any fits by then.
+    until ten fit and no other can come within 1 % of the first of these, or for some 40 seconds.
 
     Args:
         setup: The run; its data groups and batch say how many sequences a step has.
@@ -56,18 +55,17 @@ def best(setup: Setup, hardware: Hardware, what_if: WhatIf, console: Console) ->
     with _Planner(hardware, what_if, console) as planner:
         while not search.is_settled and (asked := search.next(planner.at_once)):
             search.take(planner.plan(asked))
-            if search.fitting and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 break
-    if not search.fitting:
-        raise search.failure()
-    fitting = sorted(search.fitting, key=lambda plan: plan.timeline.total)
     number = sum(len(reachable(start)) for start in starts)
+    if not search.fitting:
+        raise search.failure(number, planner.number)
+    fitting = sorted(search.fitting, key=lambda plan: plan.timeline.total)
     return Best(fitting, number, planner.number, search.is_settled, search.refused, search.memory)
 
 
 # Data groups, and what is gathered: runs that differ in what takes less memory alone.
 Family = tuple[int, bool]
-_MISSES, _HOPELESS = 3, 1000
 
 
 class _Search:
@@ -80,7 +78,7 @@ class _Search:
         self.least = math.inf
         self.waiting: list[tuple[float, int, Setup]] = []
         self._known: set[Setup] = set()
-        self._misses: Counter[Family] = Counter()
+        self._hopeless: set[Family] = set()
 
     def add(self, bound: float, setup: Setup) -> None:
         """Have a run planned, which takes at least so many seconds."""
@@ -93,7 +91,7 @@ class _Search:
         found: list[Setup] = []
         while self.waiting and len(found) < number:
             _, _, setup = heapq.heappop(self.waiting)
-            if self._misses[family(setup)] < _HOPELESS:
+            if family(setup) not in self._hopeless:
                 found.append(setup)
         return found
 
@@ -112,11 +110,11 @@ class _Search:
             self._miss(outcome.setup)
 
     def _miss(self, setup: Setup) -> None:
-        """A run does not fit: after some of a family have not, the smallest tells whether any can."""
+        """A run does not fit: the smallest of its family tells whether any can."""
         least = smallest(setup)
-        self._misses[family(setup)] += _HOPELESS if setup == least else 1
-        if self._misses[family(setup)] == _MISSES:
-            self.add(0.0, least)
+        if setup == least:
+            self._hopeless.add(family(setup))
+        self.add(0.0, least)
 
     @property
     def is_settled(self) -> bool:
@@ -126,12 +124,13 @@ class _Search:
         fastest = min((plan.timeline.total for plan in self.fitting), default=None)
         return fastest is not None and enough and NEAR * fastest <= bound
 
-    def failure(self) -> ConfigError:
-        """Nothing fits."""
+    def failure(self, number: int, planned: int) -> ConfigError:
+        """Nothing fits, of so many ways of which so many were planned."""
         if self.least == math.inf:
             return ConfigError(f"no way to run it: {next(iter(self.refused))}")
+        tried = f", of {planned} that were tried of {number}" if self.waiting else ""
         return ConfigError(
-            f"no way to run it fits into {gigabytes(self.memory)}: the least takes {gigabytes(self.least)}",
+            f"no way to run it fits into {gigabytes(self.memory)}: the least{tried} takes {gigabytes(self.least)}",
             allowed="more ranks, a shorter sequence, a smaller batch or a smaller model",
         )
 
@@ -140,10 +139,8 @@ class _Planner:
     """All cores of this machine, each working out plans."""
 
     def __init__(self, hardware: Hardware, what_if: WhatIf, console: Console) -> None:
-        context = multiprocessing.get_context("forkserver")  # no thread is ever forked
-        context.set_forkserver_preload(["lss.plan"])
         self.at_once, self.number = os.cpu_count() or 1, 0
-        self.pool = ProcessPoolExecutor(self.at_once, context)
+        self.pool = all_cores()
         self.how = hardware, what_if
         self.progress = Progress("{task.description} {task.completed}", console=console, transient=True)
         self.task = self.progress.add_task("plans", total=None)

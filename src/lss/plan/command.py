@@ -17,6 +17,7 @@ from lss.plan.best import best
 from lss.plan.choice import Best
 from lss.plan.hardware import Hardware, shipped
 from lss.plan.plan import make_plan, serial_plan
+from lss.plan.processes import another_process
 from lss.plan.report import Planned
 from lss.plan.result import WhatIf
 from lss.plan.search import longest
@@ -59,8 +60,8 @@ def _found(given: Namespace, setup: Setup, hardware: Hardware, what_if: WhatIf) 
         told = f"longest sequence that fits into {given.fit}: {plan.setup.config.data.length:,} tokens"
         found = Planned(plan, serial_plan(plan), told)
     else:
-        with console.status("one step, on tensors without values"):
-            plan = make_plan(setup, hardware, what_if)
+        with another_process() as beside, console.status("one step, on tensors without values"):
+            plan = make_plan(setup, hardware, what_if, beside)
             found = Planned(plan, serial_plan(plan))
     found.show(console)
     return found

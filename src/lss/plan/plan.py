@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,18 +21,27 @@ EXACTLY = WhatIf()
 LONGEST_SERIAL = 2**15
 
 
-def make_plan(setup: Setup, hardware: Hardware, what_if: WhatIf = EXACTLY) -> Plan:
+def make_plan(setup: Setup, hardware: Hardware, what_if: WhatIf = EXACTLY, beside: Executor | None = None) -> Plan:
     """Plan one step of a run.
 
     Where all layers are alike, runs of two and of three of them tell what each layer more takes.
+
+    Args:
+        setup: The run.
+        hardware: The machine.
+        what_if: Changes of the machine or of the run.
+        beside: Where one of two runs is traced while the other is traced here; None for one after the other.
 
     Raises:
         LssError: The run would be refused, or the target fails.
     """
     number = num_like_layers(setup)
     if number <= FEW[1]:
-        return _played(setup, hardware, what_if)
-    few, more = (_played(replace(setup, depth=depth), hardware, what_if) for depth in FEW)
+        return _played(setup, traced(setup), hardware, what_if)
+    small, large = (replace(setup, depth=depth) for depth in FEW)
+    waiting = beside.submit(traced, large) if beside else None
+    few = _played(small, traced(small), hardware, what_if)
+    more = _played(large, waiting.result() if waiting else traced(large), hardware, what_if)
     return extrapolated(setup, few, more, number - FEW[0])
 
 
@@ -46,8 +56,8 @@ def serial_plan(plan: Plan) -> Plan | None:
     return make_plan(alone, plan.hardware)
 
 
-def _played(setup: Setup, hardware: Hardware, what_if: WhatIf) -> Plan:
-    trace, machine = traced(setup), hardware
+def _played(setup: Setup, trace: Trace, hardware: Hardware, what_if: WhatIf) -> Plan:
+    machine = hardware
     if what_if.hierarchical:
         by_nodes: dict[str, Algorithm] = {"all_gather": "hierarchical", "reduce_scatter": "hierarchical"}
         machine = replace(hardware, collectives={**hardware.collectives, **by_nodes})
