@@ -31,6 +31,7 @@ class Case:
     kernel: str = "auto"
     bias: str = "none"
     sinks: bool = False
+    strategy: str = "lss"
 
 
 def documents(length: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -138,7 +139,8 @@ def one(case: Case, mesh: object) -> dict[str, Tensor]:
     }
     sinks = whole["sinks"].clone().requires_grad_() if case.sinks else None
     bias = bias_of(case.bias, case.heads[0])
-    options = {"gather": case.gather, "keep": case.keep, "chunks": case.chunks, "kernel": case.kernel}
+    names = ("gather", "keep", "chunks", "kernel", "strategy")
+    options = {name: getattr(case, name) for name in names}
     output = lss.attention(*given.values(), mask=mask, mesh=mesh, layout=layout, bias=bias, sinks=sinks, **options)
     output.backward(layout.shard(whole["gradient"], rank, dim=2, fill=0))
     found = {"output": output.detach()} | {name: tensor.grad for name, tensor in given.items()}

@@ -19,6 +19,8 @@ from lss.ledger import Entry, Ledger
 from lss.mesh import DATA, SEQUENCE
 
 T = TypeVar("T")
+# Tensors, and the ranks of an axis that they go to or come from.
+Messages = Sequence[tuple[Tensor, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +122,43 @@ class Axis:
             begin = partial(dist.broadcast, tensor, group_src=0, group=self.group, async_op=True)
             self._start("broadcast", layer, phase, _num_bytes(tensor), begin)()
         return tensor
+
+    def start_all_to_all(self, parts: Tensor, *, layer: str, phase: str) -> Callable[[], Tensor]:
+        """Send part r of dim 0 to rank r, in the background; what is returned waits, and gives one part of each rank.
+
+        Args:
+            parts: [N, ...], as what comes back.
+            layer: For the ledger.
+            phase: For the ledger.
+        """
+        if self.size == 1:
+            return lambda: parts
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        begin = partial(dist.all_to_all_single, received, parts, group=self.group, async_op=True)
+        num_bytes = (self.size - 1) * _num_bytes(parts[0])
+        wait = self._start("all_to_all", layer, phase, num_bytes, begin, (received, parts))
+        return lambda: wait() or received
+
+    def start_send(self, sent: Messages, received: Messages, *, layer: str, phase: str) -> Callable[[], None]:
+        """Send tensors to ranks and receive others into theirs, all in the background; what is returned waits.
+
+        Args:
+            sent: Contiguous tensors, and whom they go to. The ledger counts them as one send.
+            received: Tensors that are overwritten, and who sends them.
+            layer: For the ledger.
+            phase: For the ledger.
+        """
+        operations = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=rank)
+            for operation, messages in ((dist.isend, sent), (dist.irecv, received))
+            for tensor, rank in messages
+        ]
+        if not operations:
+            return lambda: None
+        num_bytes = sum(_num_bytes(tensor) for tensor, _ in sent)
+        tensors = tuple(tensor for tensor, _ in (*sent, *received))
+        return self._start("send", layer, phase, num_bytes, partial(dist.batch_isend_irecv, operations), tensors)
 
     def _start_exchange(self, whole: Tensor, layer: str, phase: str) -> Callable[[], Tensor]:
         """A reduce-scatter by messages of as many bytes, added here in the order of the ranks; gloo's own is slower."""

@@ -11,6 +11,7 @@ import tomli_w
 from lss.attention import Gather, KernelName
 from lss.data import default_cache_folder
 from lss.models import PRESETS, GPTConfig
+from lss.strategies import StrategyName
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,10 @@ class ParallelConfig:
         data: Sequence groups, each with other sequences.
         device: auto (CUDA where there is a GPU), cpu or cuda.
         timeout: Seconds that a collective may wait for its slowest rank.
-        strategy: lss; or to compare: megatron (the paper's baseline, attention and feed-forward whole on every rank),
-            concatenated (the paper's method without averaging: outputs of attention are gathered too).
+        strategy: lss; or to compare: serial (one rank a sequence), ring, lightseq and ulysses (keys and values sent
+            otherwise), megatron (the paper's baseline, attention and feed-forward whole on every rank), megatron-tp
+            (its real form, their weights cut), concatenated (the paper's method without averaging: outputs of
+            attention are gathered too).
         shard_parameters: Whether parameters, gradients and optimizer states are cut over all ranks (fully_shard).
     """
 
@@ -74,7 +77,7 @@ class ParallelConfig:
     data: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout: float = 1800.0
-    strategy: Literal["lss", "megatron", "concatenated"] = "lss"
+    strategy: StrategyName = "lss"
     shard_parameters: bool = False
 
 

@@ -51,6 +51,7 @@ class SequenceContext:
         is_running: Whether such a call is going on.
         is_averaged: Whether the gradients of the last backward are; None before any.
         num_parameters: Parameters of the model, and numbers in them.
+        is_tensor_parallel: Whether weights are cut over the ranks of the sequence, each of which has their gradients.
         choices: How each attention layer is computed, in a line for people.
         frames: The modules that are running.
         trial: What stands in for other ranks while the model's code is tried on a few tokens.
@@ -78,6 +79,7 @@ class SequenceContext:
     is_running: bool = False
     is_averaged: bool | None = None
     num_parameters: tuple[int, int] = (0, 0)
+    is_tensor_parallel: bool = False
     choices: dict[str, str] = field(default_factory=dict)
     frames: Frames = field(default_factory=Frames)
     trial: Trial | None = None

@@ -43,6 +43,7 @@ class Site:
         last_call: Number of the model's call that was here last.
         use: Number of the use of the place in that call, which keys its masks.
         first_sample: Index of the first sequence that it is used on among all of the step.
+        part: Which of how many equal parts of the features or heads this rank has.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Site:
     last_call: int = 0
     use: int = 0
     first_sample: int = 0
+    part: tuple[int, int] = (0, 1)
 
     def enter(self, num_sequences: int, *, depth: int = 1) -> Site:
         """The place as it is used now. Two uses must not share a mask; a recomputation, inside backward, must.
@@ -83,7 +85,14 @@ class Site:
         return LEVELS / (LEVELS - self.dropped_levels) if self.dropped_levels < LEVELS else 0.0
 
     def keep(
-        self, sample: int, first_position: int, num_positions: int, features: int, device: torch.device, block: int = 0
+        self,
+        sample: int,
+        first_position: int,
+        num_positions: int,
+        features: int,
+        device: torch.device,
+        block: int = 0,
+        groups: int = 1,
     ) -> Tensor:
         """True where a value is kept: bool [num_positions, features].
 
@@ -94,6 +103,7 @@ class Site:
             features: Columns.
             device: Where the mask is made.
             block: Number of the block of columns, where they come in several.
+            groups: Of columns, of each of which this rank may have a part.
         """
         if not has_values():
             return self._like_drawn(num_positions, features, device)
@@ -102,7 +112,10 @@ class Site:
         fields = struct.pack(f"<{len(place)}q", *place)
         key = hashlib.blake2b(fields, digest_size=16).digest()
         draw = _draw_on_host if device.type == "cpu" else _draw_in_blocks
-        return draw(key, first_position, num_positions, features, device) >= self.dropped_levels - LEVELS // 2
+        index, number = self.part
+        drawn = draw(key, first_position, num_positions, number * features, device)
+        own: Tensor = drawn.unflatten(1, (groups, number, -1))[:, :, index].flatten(1)
+        return own >= self.dropped_levels - LEVELS // 2
 
     def _like_drawn(self, num_positions: int, features: int, device: torch.device) -> Tensor:
         """A mask without values, made by as much work; on the host, bits are no tensor of torch's."""
@@ -185,7 +198,10 @@ def keep_weights(site: Site, rows: range, queries: Piece, keys: Piece, num_heads
     if has_values():
         width = _KEYS * num_heads
         drawn = [
-            [site.keep(row, queries.start, number, width, device, block).view(shape) for block in range(first, last)]
+            [
+                site.keep(row, queries.start, number, width, device, block, _KEYS).view(shape)
+                for block in range(first, last)
+            ]
             for row in rows
         ]
     else:  # all blocks at once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,6 +72,42 @@ def scatter(whole: Tensor, axis: Axis, layer: str) -> Tensor:
         return whole
     part: Tensor = _Scatter.apply(whole, axis, layer)  # type: ignore[no-untyped-call]
     return part
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-alls forward; backward the same again, of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, layer: str, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.layer = axis, layer
+        return _exchanged(parts, axis, layer, "forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_exchanged(gradients, ctx.axis, ctx.layer, "backward")
+
+
+def _exchanged(parts: Sequence[Tensor], axis: Axis, layer: str, phase: str) -> tuple[Tensor, ...]:
+    waits = [axis.start_all_to_all(part, layer=layer, phase=phase) for part in parts]
+    return tuple(wait() for wait in waits)
+
+
+def exchange(parts: Sequence[Tensor], axis: Axis, layer: str) -> tuple[Tensor, ...]:
+    """Send part r of each tensor to rank r, in the graph; the dual in backward sends the gradients back.
+
+    Args:
+        parts: [N, ...] each, of the same shape on every rank; all are on their way at once.
+        axis: The axis to exchange over.
+        layer: The name under which the ledger counts them.
+
+    Returns:
+        Of each, one part of every rank: [N, ...].
+    """
+    if axis.size == 1:
+        return tuple(parts)
+    received: tuple[Tensor, ...] = _Exchange.apply(axis, layer, *parts)  # type: ignore[no-untyped-call]
+    return received
 
 
 class _Sum(torch.autograd.Function):

@@ -47,6 +47,15 @@ def cut_like(tensor: Tensor, weight: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None)
 
 
+def like(weight: Tensor, part: Tensor) -> Tensor:
+    """This rank's part as a tensor that is cut as a weight is."""
+    if not is_cut(weight):
+        return part
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  (takes long to import)
+
+    return DTensor.from_local(part, weight.device_mesh, weight.placements)
+
+
 def num_copies(tensor: Tensor) -> int:
     """How many ranks hold the same part of a DTensor; 1 for other tensors."""
     if not is_cut(tensor):
@@ -78,7 +87,8 @@ def require_summed(model: nn.Module, context: SequenceContext) -> None:
                 "gradients that fully_shard was told not to sum",
                 remedy="model.set_requires_gradient_sync(True) before the last backward of a batch",
             )
-    for weight in filter(is_cut, model.parameters()) if has_values() else ():
+    is_checked = has_values() and not context.is_tensor_parallel
+    for weight in filter(is_cut, model.parameters()) if is_checked else ():
         _require_ranks(weight.device_mesh.mesh.flatten().tolist(), context)
 
 

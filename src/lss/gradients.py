@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lss.collectives import Axis
 from lss.context import SequenceContext, context_of
 from lss.errors import ModelError
-from lss.fully_sharded import is_cut, num_copies, own_part, require_summed, settle, whole
+from lss.fully_sharded import is_cut, like, num_copies, own_part, require_summed, settle, whole
 from lss.positions import ShardedPositions
 
 BUCKET_BYTES = 25 * 2**20
@@ -29,7 +29,13 @@ def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def cut_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Weights that `fully_shard` has cut over ranks, and whose gradients it sums."""
-    return [weight for weight in model.parameters() if is_cut(weight)]
+    return [] if context_of(model).is_tensor_parallel else [weight for weight in model.parameters() if is_cut(weight)]
+
+
+def parts_of_ranks(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of which each rank of the sequence group holds another part, whose gradients are its own."""
+    parts = [weight for weight in model.parameters() if is_cut(weight)] if context_of(model).is_tensor_parallel else []
+    return positional_tables(model) + parts
 
 
 def replicas_that_differ(model: nn.Module) -> list[str]:
@@ -70,7 +76,7 @@ def average_gradients(model: nn.Module) -> None:
     require_summed(model, context)
     context.is_averaged = True
     _sum_gradients(_trained(replicated_parameters(model)), [context.sequence, context.data])
-    _sum_gradients(_trained(positional_tables(model)), [context.data])
+    _sum_gradients(_trained(parts_of_ranks(model)), [context.data])
 
 
 def num_parameters(model: nn.Module) -> tuple[int, int]:
@@ -104,7 +110,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
     settle(model)
     total = _squared_sum(replicated_parameters(model))
     for weights, axes in (
-        (positional_tables(model), [context.sequence]),
+        (parts_of_ranks(model), [context.sequence]),
         (cut_parameters(model), [context.sequence, context.data]),
     ):
         if weights:
@@ -121,7 +127,8 @@ def clip_gradient_norm(model: nn.Module, max_norm: float) -> Tensor:
     Does on segments what `torch.nn.utils.clip_grad_norm_` does on one device.
     """
     norm = gradient_norm(model)
-    for weights in (cut_parameters(model), positional_tables(model) + replicated_parameters(model)):
+    for wanted in (True, False):  # torch scales what is cut apart from what is not
+        weights = [weight for weight in model.parameters() if is_cut(weight) == wanted]
         torch.nn.utils.clip_grads_with_norm_(weights, max_norm, norm)
     return norm
 
@@ -157,18 +164,22 @@ def _sum_gradients(weights: list[nn.Parameter], axes: list[Axis]) -> None:
 
 def _sum_bucket(weights: list[Tensor], axes: list[Axis]) -> None:
     """One message an axis. A flag for each weight travels along: one that no rank used keeps its gradient None."""
-    used = weights[0].new_tensor([weight.grad is not None for weight in weights])
-    parts = [(torch.zeros_like(weight) if weight.grad is None else weight.grad).reshape(-1) for weight in weights]
+    own = [own_part(weight) for weight in weights]
+    used = own[0].new_tensor([weight.grad is not None for weight in weights])
+    parts = [
+        (torch.zeros_like(part) if weight.grad is None else own_part(weight.grad)).reshape(-1)
+        for weight, part in zip(weights, own, strict=True)
+    ]
     message = torch.cat([used, *parts])
     message = message.float() if message.element_size() < 4 else message  # 16-bit sums would lose more with every rank
     for axis in axes:
         axis.all_reduce_(message, layer="gradients", phase="step")
-    flags, *sums = message.split([len(weights), *(weight.numel() for weight in weights)])
-    for index, (weight, total) in enumerate(zip(weights, sums, strict=True)):
+    flags, *sums = message.split([len(weights), *(part.numel() for part in own)])
+    for index, (weight, part, total) in enumerate(zip(weights, own, sums, strict=True)):
         if weight.grad is not None:
-            weight.grad.copy_(total.view_as(weight))
+            own_part(weight.grad).copy_(total.view_as(part))
         elif flags[index]:
-            weight.grad = total.view_as(weight).to(weight.dtype, copy=True)
+            weight.grad = like(weight, total.view_as(part).to(part.dtype, copy=True))
 
 
 def _squared_sum(weights: list[nn.Parameter]) -> Tensor:

@@ -1,7 +1,8 @@
 """Count and bytes of every collective.
 
 Bytes are those that one rank sends, and receives, in the ring form of a collective over N ranks: (N - 1) segments for
-an all-gather or a reduce-scatter, 2 (N - 1) / N of the tensor for an all-reduce, the tensor for a broadcast.
+an all-gather or a reduce-scatter, 2 (N - 1) / N of the tensor for an all-reduce, the tensor for a broadcast; of an
+all-to-all (N - 1) / N of the tensor leave the rank, and sends are counted as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Entry:
 
     Args:
         axis: `sequence` or `data`.
-        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `broadcast`.
+        operation: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `all_to_all` or `send`.
         phase: `forward`, `backward`, `step` (once a batch) or `setup` (once a run).
         layer: Qualified name of the module, or what the message carries: `gradients`, `norm`, `scalars`.
     """

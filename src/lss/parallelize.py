@@ -26,6 +26,7 @@ from lss.attention import (
     KernelName,
     Route,
     Schedule,
+    Strategy,
     attention_layers,
 )
 from lss.batch import CUTS, Cut
@@ -61,6 +62,7 @@ def parallelize(
     ordered: bool = False,
     cut: Cut | None = None,
     safe: Sequence[str] = (),
+    strategy: Strategy = "lss",
 ) -> Model:
     """Make a plain model work on one segment a rank, with the result of the whole sequence.
 
@@ -92,6 +94,8 @@ def parallelize(
             sounds and predicts no tokens, else `tokens`.
         safe: Names of modules that may be refused and that keep tokens alone all the same, as you say; and of buffers
             in which ranks may differ.
+        strategy: `lss`; or, to compare, another way of sending keys and values that gives the same: `ring`, `lightseq`,
+            `ulysses`.
 
     Returns:
         The same model. It takes one argument more, `segment`, from `lss.shard`.
@@ -108,7 +112,7 @@ def parallelize(
         >>> model(batch["tokens"], segment=batch["segment"]).shape
         torch.Size([1, 8, 256])
     """
-    schedule = Schedule(gather, kernel, keep, chunks)
+    schedule = Schedule(gather, kernel, keep, chunks, strategy)
     if cut not in (None, *CUTS):
         raise ModelError(f"cut={cut!r}", allowed=", ".join(CUTS))
     cut = cut or default_cut(model)

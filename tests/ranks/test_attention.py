@@ -71,6 +71,28 @@ def test_biases_sinks_and_kernels(ranks, num_ranks):
     compare(ranks, cases)
 
 
+def rivals(num_ranks: int) -> list[Case]:
+    """Of each, a sample of what its method takes."""
+    generator, found = random.Random(num_ranks), []
+    by_heads = tuple(heads for heads in ((8, 8), (8, 2), (6, 1), (3, 3), (12, 4)) if heads[0] % num_ranks == 0)
+    in_order = {"mask": tuple(name for name in MASKS if name in CAUSAL), "layout": ("contiguous",)}
+    for strategy, restricted in (("ring", {}), ("ulysses", {"heads": by_heads}), ("lightseq", in_order)):
+        for case in covering(num_ranks, 24, schedule=((True, 1),), width=(4, 64), **restricted):
+            bias = generator.choice(["none", "alibi", "relative"]) if case.length > 3 else "none"  # its gradient is 0
+            kernel = generator.choice(["auto", "math", "stored"] if strategy == "ulysses" else ["auto", "math"])
+            sinks = generator.choice([False, True])
+            found.append(replace(case, strategy=strategy, bias=bias, kernel=kernel, sinks=sinks))
+    return found
+
+
+CAUSAL = ("causal", "causal window", "sink tokens", "documents")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_rivals(ranks, num_ranks):
+    compare(ranks, rivals(num_ranks))
+
+
 CROSS: dict[str, Mask] = {
     "full": Full(),
     "bottom right": Causal(17 - 9),

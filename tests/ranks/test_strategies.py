@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import lss
 from lss.models import GPT
 from lss.state import full_gradients
-from lss.strategies import parallelize_as_megatron
+from lss.strategies.megatron import parallelize_as_megatron
 from tests.models import assert_same, tiny_gpt, tokens_and_labels
 
 LENGTH = 13

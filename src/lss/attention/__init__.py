@@ -11,18 +11,20 @@ from lss.attention.layer import (
     bias_of,
     mask_of,
 )
-from lss.attention.schedule import Schedule
+from lss.attention.schedule import STRATEGIES, Schedule, Strategy
 from lss.attention.sources import GATHERS, Gather
 
 __all__ = [
     "GATHERS",
     "PROJECTIONS",
+    "STRATEGIES",
     "AttentionLayer",
     "DistributedAttention",
     "Gather",
     "KernelName",
     "Route",
     "Schedule",
+    "Strategy",
     "attention",
     "attention_layers",
     "bias_of",

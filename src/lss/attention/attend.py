@@ -15,6 +15,7 @@ from lss.attention.blocks import Gradients, Output, Work, wide_zeros
 from lss.attention.kernels import Needs, dense
 from lss.attention.plan import Chunk, Plan, Run
 from lss.attention.sources import Source
+from lss.attention.transport import Gathered, Passed, Transport
 from lss.collectives import Axis
 from lss.errors import LayoutError
 from lss.layout import Layout
@@ -35,6 +36,8 @@ class Call:
         keep: Whether what was gathered is kept for backward; else it is gathered again.
         needs: What the kernel was chosen for.
         is_stored: Whether all scores are computed at once and kept, instead of the plan's blocks.
+        is_passed: Whether keys and values go from rank to rank in a ring, and are not gathered.
+        plan_of: The plan of any rank.
     """
 
     work: Work
@@ -47,6 +50,12 @@ class Call:
     keep: bool
     needs: Needs
     is_stored: bool = False
+    is_passed: bool = False
+    plan_of: Callable[[int], Plan] | None = None
+
+    def transport(self, phase: str) -> Transport:
+        """Of keys and values in a phase."""
+        return (Passed if self.is_passed else Gathered)(self.plan.chunks, self.axis, self.name, phase)
 
     def slots(self, chunk: Chunk, device: torch.device) -> Tensor:
         """Slots in rank order, of all segments, that a chunk brings: int64 [N * (stop - start)]."""
@@ -59,26 +68,6 @@ class Call:
         size = self.keys.segment_length
         own = Run(self.axis.rank * size, (self.axis.rank + 1) * size, ())
         return self.source.key_value(gathered, torch.empty(0), own)
-
-    def arriving(self, messages: list[Tensor], phase: str) -> Iterator[tuple[Chunk, list[Tensor]]]:
-        """Each chunk as it arrives; the first is on its way at once, the next ones while one is computed."""
-        chunks = self.plan.chunks
-        pending = [self._send(chunks[0], messages, phase)] if chunks else []
-        return self._received(pending, messages, phase)
-
-    def _received(
-        self, pending: list[list[Callable[[], Tensor]]], messages: list[Tensor], phase: str
-    ) -> Iterator[tuple[Chunk, list[Tensor]]]:
-        chunks = self.plan.chunks
-        for index, chunk in enumerate(chunks):
-            waits = pending.pop()
-            for following in chunks[index + 1 : index + 2]:
-                pending.append(self._send(following, messages, phase))
-            yield chunk, [wait() for wait in waits]
-
-    def _send(self, chunk: Chunk, messages: list[Tensor], phase: str) -> list[Callable[[], Tensor]]:
-        parts = (message[chunk.start : chunk.stop] for message in messages)
-        return [self.axis.start_all_gather(part, layer=self.name, phase=phase) for part in parts]
 
 
 def attend(
@@ -127,7 +116,7 @@ class _Attend(torch.autograd.Function):
         *learned: Tensor,
     ) -> Tensor:
         inputs = learned[:num_inputs]
-        arriving = call.arriving(_messages(call, key, value, inputs), "forward")
+        arriving = call.transport("forward").arriving(_messages(call, key, value, inputs))
         output = Output(query, value.size(-1))
         output.add(call.work, call.plan.own, query, key, value)
         kept: list[Tensor] = []
@@ -156,12 +145,13 @@ class _Attend(torch.autograd.Function):
             key, value = call.own_key_value(kept)
         back = Gradients(call.work, query, output, log_sum_exp, dense(gradients[0]))
         of_key, of_value = wide_zeros(key), wide_zeros(value)
-        returned = _Returned(call, [None] * ctx.num_inputs)
+        transport = call.transport("backward")
+        returned = _Returned(call, transport, [None] * ctx.num_inputs)
         if call.keep:
             returned.add_all(_kept(call, kept), back, ctx.autocast)
             back.add(call.plan.own, key, value, of_key, of_value)  # while the last gradients are on their way
         else:
-            arriving = call.arriving(_messages(call, key, value, inputs), "backward")
+            arriving = transport.arriving(_messages(call, key, value, inputs))
             back.add(call.plan.own, key, value, of_key, of_value)  # while the first keys are on their way
             returned.add_all(arriving, back, ctx.autocast)
         of_inputs = returned.finish(of_key, of_value)
@@ -173,10 +163,8 @@ class _Attend(torch.autograd.Function):
 class _Returned:
     """Gradients of what was gathered, on their way back to the ranks that sent it."""
 
-    def __init__(self, call: Call, of_inputs: list[Tensor | None]) -> None:
-        self.call, self.of_inputs = call, of_inputs
-        self.parts: list[list[Tensor]] = []  # of each chunk, a gradient [S / c, B, ...] of each message
-        self.pending: list[Callable[[], Tensor]] = []
+    def __init__(self, call: Call, transport: Transport, of_inputs: list[Tensor | None]) -> None:
+        self.call, self.transport, self.of_inputs = call, transport, of_inputs
 
     def add_all(
         self,
@@ -184,21 +172,18 @@ class _Returned:
         back: Gradients,
         autocast: tuple[str, torch.dtype, bool],
     ) -> None:
-        """Work out the gradients of each chunk and send them; at most one chunk is on its way."""
-        axis, name = self.call.axis, self.call.name
+        """Work out the gradients of each chunk and send them."""
         for chunk, gathered in arriving:
             with torch.autocast(*autocast):
                 sums = self._of_chunk(chunk, gathered, back)
             del gathered  # before memory is taken for what is sent
-            self._receive()
-            self.pending = [axis.start_reduce_scatter(total, layer=name, phase="backward") for total in sums]
+            self.transport.send_back(sums)
 
     def finish(self, of_key: Tensor, of_value: Tensor) -> list[Tensor | None]:
         """Add what has come back to the gradients of the rank's own keys and values; return those of the inputs."""
-        self._receive()
-        if self.parts:
-            whole = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*self.parts, strict=True)]
-            to_key, to_value, to_inputs = self.call.source.unpack(whole)
+        received = self.transport.received_back()
+        if received:
+            to_key, to_value, to_inputs = self.call.source.unpack(received)
             if to_key is not None and to_value is not None:
                 of_key += to_key
                 of_value += to_value
@@ -218,11 +203,6 @@ class _Returned:
             if part is not None:
                 before = self.of_inputs[index]
                 self.of_inputs[index] = part if before is None else before + part
-
-    def _receive(self) -> None:
-        if self.pending:
-            self.parts.append([wait() for wait in self.pending])
-            self.pending = []
 
 
 def _messages(call: Call, key: Tensor, value: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:

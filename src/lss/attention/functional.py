@@ -5,11 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lss.attention.attend import attend
 from lss.attention.kernels import KernelName
-from lss.attention.schedule import Scene, Schedule, prepare
-from lss.attention.sources import Gather, KeyValue
-from lss.attention.stored import attend_stored
+from lss.attention.run import run
+from lss.attention.schedule import Scene, Schedule, Strategy
+from lss.attention.sources import Gather
 from lss.bias import Bias
 from lss.collectives import Axis
 from lss.compiled import eager
@@ -38,6 +37,7 @@ def attention(
     kernel: KernelName = "auto",
     keep: bool = True,
     chunks: int = 1,
+    strategy: Strategy = "lss",
     ledger: Ledger | None = None,
     name: str = "attention",
 ) -> Tensor:
@@ -61,6 +61,7 @@ def attention(
         kernel: What computes; `auto` takes the fastest that can; `stored` keeps all scores for backward.
         keep: Whether gathered keys and values are kept for backward; else they are gathered again.
         chunks: Pieces in which they are gathered, so that memory falls to theirs; none is kept.
+        strategy: `lss`; or to compare `ring`, `lightseq` or `ulysses`, which send otherwise and give the same.
         ledger: Counts the collectives.
         name: What the ledger and messages call this.
 
@@ -87,10 +88,8 @@ def attention(
     keys = keys or Layout.contiguous(key.size(-2) * axis.size, axis.size)
     _check_layouts(query, key, queries, keys, axis, gather)
     scene = Scene(mask, queries, keys, scale, bias)
-    separate = gather == "separate" or key.size(-1) != value.size(-1)  # what is packed has one width
-    schedule, source = Schedule(gather, kernel, keep, chunks), KeyValue(separate)
-    call = prepare(schedule, scene, (query, key, value), source, axis, name)
-    return (attend_stored if call.is_stored else attend)(query, key, value, call, sinks)
+    schedule = Schedule(gather, kernel, keep, chunks, strategy)
+    return run(schedule, scene, (query, key, value), axis, name, sinks=sinks)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:

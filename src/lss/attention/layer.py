@@ -9,10 +9,9 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from lss.attention.attend import attend
-from lss.attention.schedule import Scene, Schedule, describe, fewest_seconds, prepare
-from lss.attention.sources import Input, KeyValue, Source
-from lss.attention.stored import attend_stored
+from lss.attention.run import run
+from lss.attention.schedule import Scene, Schedule, fewest_seconds
+from lss.attention.sources import Input, Source
 from lss.bias import Bias
 from lss.compiled import eager
 from lss.context import SequenceContext
@@ -136,12 +135,17 @@ class Route:
             return self.context.trial.attend(query, key, value)
         context, used = self.context, dropout.enter(query.size(0)) if dropout else None
         scene = Scene(*self._seen(mask, query.size(2), key.size(2), of_source=of_source), scale, bias, used)
-        source = source or KeyValue(self.schedule.gather == "separate" or key.size(-1) != value.size(-1))
-        tensors = (query, key, value)
-        call = prepare(self.schedule, scene, tensors, source, context.sequence, self.name)
-        if self.name not in context.choices:
-            context.choices[self.name] = describe(call)
-        return (attend_stored if call.is_stored else attend)(*tensors, call, sinks, inputs)
+        return run(
+            self.schedule,
+            scene,
+            (query, key, value),
+            context.sequence,
+            self.name,
+            source=source,
+            sinks=sinks,
+            inputs=inputs,
+            tell=partial(context.choices.setdefault, self.name),
+        )
 
     def is_of_source(self, num_keys: int) -> bool:
         """Whether keys are those of other tokens than the layer's own: told by their number, where nothing else tells.
@@ -255,7 +259,7 @@ class DistributedAttention:
     def _source(self, x: Tensor, key: Tensor, value: Tensor) -> tuple[Source | None, tuple[Tensor, ...]]:
         """The layer's input where that is gathered, and the inputs that it needs; else None."""
         gather, context = self.route.schedule.gather, self.route.context
-        if gather == "auto":
+        if gather == "auto" and self.route.schedule.strategy == "lss":
             gather = fewest_seconds(x, key, value, context.sequence)
         if gather != "x" or context.sequence.size == 1:
             return None, ()

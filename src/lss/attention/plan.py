@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from lss.documents import Span
 from lss.layout import Layout, Piece
 from lss.masks import Mask, View
 
@@ -85,7 +86,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one all-gather brings: the slots [start, stop) of every rank's segment.
+    """What arrives at once: the slots [start, stop) of every rank's segment, or in a ring of one other rank's.
 
     Args:
         start: First slot of a segment.
@@ -128,7 +129,7 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def plan(
-    mask: Mask, num_sequences: int, queries: Layout, keys: Layout, rank: int, limits: Limits, num_chunks: int = 1
+    mask: Mask, num_sequences: int, queries: Layout, keys: Layout, rank: int, limits: Limits, num_chunks: int | None = 1
 ) -> Plan:
     """Cut the work of `rank` into blocks that its kernel takes, as small at the edges of the mask as it pays.
 
@@ -141,7 +142,7 @@ def plan(
         keys: The layout of the keys.
         rank: The rank in the sequence group.
         limits: Of the kernel.
-        num_chunks: Pieces in which the other ranks' keys arrive.
+        num_chunks: Pieces in which the other ranks' keys arrive; None for rank by rank, the nearest before it first.
     """
     edge = limits.edge or max(queries.length, keys.length)
     edges = (View.PARTIAL,) if limits.edge is None else (View.PARTIAL, View.CAUSAL)
@@ -156,24 +157,40 @@ def plan(
 
 
 def _plan(
-    mask: Mask, num_sequences: int, queries: Layout, keys: Layout, rank: int, limits: Limits, num_chunks: int
+    mask: Mask, num_sequences: int, queries: Layout, keys: Layout, rank: int, limits: Limits, num_chunks: int | None
 ) -> Plan:
     own_queries = queries.pieces(rank)
     if keys.num_ranks == 1:  # every rank has them all
         return Plan(_blocks(mask, num_sequences, own_queries, keys.pieces(0), limits), ())
     own = _blocks(mask, num_sequences, own_queries, keys.pieces(rank), limits)
-    chunks = []
+    arriving = _rank_by_rank(keys, rank) if num_chunks is None else _of_all_ranks(keys, rank, num_chunks)
+    chunks = [
+        Chunk(start, stop, tuple(_runs(_blocks(mask, num_sequences, own_queries, pieces, limits))))
+        for (start, stop), pieces in arriving
+    ]
+    return Plan(own, tuple(chunks))
+
+
+def _rank_by_rank(keys: Layout, rank: int) -> Iterator[tuple[Span, list[Piece]]]:
+    """Slots and pieces of each other rank."""
+    for step in range(1, keys.num_ranks):
+        yield (0, keys.segment_length), list(keys.pieces((rank - step) % keys.num_ranks))
+
+
+def _of_all_ranks(keys: Layout, rank: int, num_chunks: int) -> Iterator[tuple[Span, list[Piece]]]:
+    """The same slots of all ranks, and the pieces there that are not this rank's."""
     size = -(-keys.segment_length // num_chunks)
     for start in range(0, keys.segment_length, size):
         stop = min(keys.segment_length, start + size)
-        pieces = [
-            replace(piece, slot=piece.slot + other * (stop - start))
-            for other in range(keys.num_ranks)
-            if other != rank
-            for piece in _clipped(keys.pieces(other), start, stop)
-        ]
-        chunks.append(Chunk(start, stop, tuple(_runs(_blocks(mask, num_sequences, own_queries, pieces, limits)))))
-    return Plan(own, tuple(chunks))
+        yield (
+            (start, stop),
+            [
+                replace(piece, slot=piece.slot + other * (stop - start))
+                for other in range(keys.num_ranks)
+                if other != rank
+                for piece in _clipped(keys.pieces(other), start, stop)
+            ],
+        )
 
 
 def _clipped(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from lss.dropout import Site
 from lss.errors import LayoutError, MaskError, ModelError
 from lss.layout import Layout
 from lss.masks import Mask, require_mask
+
+# How keys and values come to the ranks that need them, for any model.
+Strategy = Literal["lss", "ring", "lightseq", "ulysses"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Biases are worked out for blocks of at most so many queries and keys.
@@ -37,23 +42,42 @@ class Schedule:
         keep: Whether what was gathered is kept for backward; else it is gathered again.
         chunks: Pieces in which it is gathered, the next on its way while one is computed. With more than one, none is
             kept.
+        strategy: `lss` gathers; to compare, `ring` passes keys and values on from rank to rank, `lightseq` does so in
+            an order that evens out causal masks, and `ulysses` exchanges tokens for heads. Those keep none.
     """
 
     gather: Gather = "auto"
     kernel: KernelName = "auto"
     keep: bool = True
     chunks: int = 1
+    strategy: Strategy = "lss"
 
     def __post_init__(self) -> None:
         if self.gather not in GATHERS:
             raise ModelError(f"gather={self.gather!r}", allowed=", ".join(GATHERS))
         if self.chunks < 1:
             raise ModelError(f"chunks={self.chunks}", allowed="at least 1")
+        if self.strategy not in STRATEGIES:
+            raise ModelError(f"strategy={self.strategy!r}", allowed=", ".join(STRATEGIES))
+        if self.strategy != "lss" and (self.gather == "x" or self.chunks > 1):
+            raise ModelError(
+                f"strategy={self.strategy!r} with gather={self.gather!r} and chunks={self.chunks}",
+                allowed="keys and values in one piece: gather auto, kv or separate, and chunks 1",
+            )
+        if self.strategy in ("ring", "lightseq") and self.kernel == STORED:
+            raise ModelError(
+                f"strategy={self.strategy!r} with kernel={STORED!r}", allowed="kernels that compute block by block"
+            )
 
     @property
     def keeps(self) -> bool:
         """Whether gathered tensors outlive the forward."""
-        return self.keep and self.chunks == 1
+        return self.keep and self.chunks == 1 and self.strategy == "lss"
+
+    @property
+    def passes(self) -> bool:
+        """Whether keys and values come rank by rank."""
+        return self.strategy in ("ring", "lightseq")
 
 
 @dataclass(frozen=True)
@@ -100,7 +124,6 @@ def prepare(
         KernelError: The kernel that was asked for cannot do it.
     """
     query = tensors[0]
-    _check(scene, tensors, name)
     needs = _needs(scene, tensors, axis)
     if schedule.kernel == STORED:
         work = Work(MATH, MATH, scene.mask, scene.scale, scene.bias, scene.dropout)
@@ -110,7 +133,8 @@ def prepare(
     limits = _limits(kernel.limits, scene)
 
     def planned(rank: int) -> Plan:
-        return plan(scene.mask, query.size(0), scene.queries, scene.keys, rank, limits, schedule.chunks)
+        chunks = None if schedule.passes else schedule.chunks
+        return plan(scene.mask, query.size(0), scene.queries, scene.keys, rank, limits, chunks)
 
     masked = replace(needs, masks=True)
     if schedule.kernel != "auto" and kernel.refuses(masked):  # on all ranks or on none
@@ -118,7 +142,19 @@ def prepare(
     else:
         masked = replace(needs, masks=planned(axis.rank).has_partial)
     work = Work(kernel, choose(schedule.kernel, masked), scene.mask, scene.scale, scene.bias, scene.dropout)
-    return Call(work, planned(axis.rank), source, scene.queries, scene.keys, axis, name, schedule.keeps, masked)
+    return Call(
+        work,
+        planned(axis.rank),
+        source,
+        scene.queries,
+        scene.keys,
+        axis,
+        name,
+        schedule.keeps,
+        masked,
+        is_passed=schedule.passes,
+        plan_of=planned,
+    )
 
 
 def describe(call: Call) -> str:
@@ -130,6 +166,8 @@ def describe(call: Call) -> str:
         kernel += f", where a mask cuts through a block {why(call.work.partial, call.needs)}"
     if call.axis.size == 1:
         return f"kernel {kernel}, {number} blocks"
+    if call.is_passed:
+        return f"kernel {kernel}, {number} blocks on this rank, keys and values passed from rank to rank"
     kept = "kept" if call.keep else f"gathered again in backward, in {len(call.plan.chunks)} chunks"
     return f"kernel {kernel}, {number} blocks on this rank, gather {call.source.name}, {kept}"
 
@@ -172,7 +210,8 @@ def _limits(limits: Limits, scene: Scene) -> Limits:
     return replace(limits, queries=queries, keys=keys, joined=False)
 
 
-def _check(scene: Scene, tensors: tuple[Tensor, Tensor, Tensor], name: str) -> None:
+def check(scene: Scene, tensors: tuple[Tensor, Tensor, Tensor], name: str) -> None:
+    """Raise MaskError or LayoutError unless mask and bias fit the tensors, and these each other."""
     query = tensors[0]
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or query.dtype not in _DTYPES:

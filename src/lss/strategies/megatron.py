@@ -41,12 +41,23 @@ def parallelize_as_megatron(model: GPT, mesh: DeviceMesh | None, **options: Any)
             f"a {type(model).__name__} with the strategy megatron", allowed="lss.models.GPT: presets and configurations"
         )
     parallelize(model, mesh, **options)
+    compute_whole(model)
+    return model
+
+
+def compute_whole(model: GPT, cut_over: DeviceMesh | None = None) -> None:
+    """Have attention and feed-forward of a parallelized model computed on whole sequences.
+
+    Args:
+        model: The model.
+        cut_over: The ranks over which torch has cut their weights, so that each gives one summand; None where each
+            gives all.
+    """
     context = context_of(model)
     for number, block in enumerate(model.blocks):
         for part in ("attention", "feed_forward"):
             module = getattr(block, part)
-            module.forward = _Whole(module.forward, context, f"blocks.{number}.{part}")
-    return model
+            module.forward = _Whole(module.forward, context, f"blocks.{number}.{part}", cut_over)
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,13 @@ class _Whole:
         forward: Of whole sequences.
         context: Of the model.
         name: Of the module, for the ledger.
+        cut_over: As of `compute_whole`.
     """
 
     forward: Callable[..., Tensor]
     context: SequenceContext
     name: str
+    cut_over: DeviceMesh | None
 
     def __call__(self, x: Tensor, *args: Any) -> Tensor:
         """[B, S, E] of this rank's slots to the same."""
@@ -71,9 +84,19 @@ class _Whole:
         gathered = gather(x.transpose(0, 1), axis, self.name)  # [N * S, B, E]
         whole = layout.unshard(gathered, dim=0).transpose(0, 1)
         with _alone(self.context):
-            made = self.forward(whole, *args)
-        by_slot = made.transpose(0, 1).index_select(0, layout.all_positions(made.device)) / axis.size
+            made = self._summand(whole, axis.size, *args)
+        by_slot = made.transpose(0, 1).index_select(0, layout.all_positions(made.device))
         return scatter(by_slot, axis, self.name).transpose(0, 1)
+
+    def _summand(self, whole: Tensor, num_ranks: int, *args: Any) -> Tensor:
+        """What this rank adds to the output [B, L, E]."""
+        if self.cut_over is None:
+            return self.forward(whole, *args) / num_ranks
+        from torch.distributed.tensor import DTensor, Partial, Replicate  # noqa: PLC0415  (takes long to import)
+
+        # its gradient is this rank's summand too, which the dual of the all-gather sums
+        known = DTensor.from_local(whole, self.cut_over, [Replicate()], grad_placements=[Partial()])
+        return self.forward(known, *args)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
-from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,9 +14,7 @@ from lss.adapters.found import attention_modules
 from lss.adapters.stacks import stacks
 from lss.config import Config
 from lss.gradients import positional_tables
-from lss.models import GPT
-from lss.parallelize import parallelize
-from lss.strategies import parallelize_as_megatron, parallelize_concatenated
+from lss.strategies import parallelize_as
 
 
 def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceMesh | None = None) -> nn.Module:
@@ -35,12 +32,7 @@ def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceM
         for layer in map(plain.get_submodule, layers):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     options = {**asdict(config.attention), "seed": train.seed, "ordered": train.deterministic}
-    if parallel.strategy == "megatron":
-        model: nn.Module = parallelize_as_megatron(cast(GPT, plain), mesh, **options)
-    elif parallel.strategy == "concatenated":
-        model = parallelize_concatenated(plain, mesh, **options)
-    else:
-        model = parallelize(plain, mesh, **options)
+    model = parallelize_as(parallel.strategy, plain, mesh, **options)
     if parallel.shard_parameters:
         _cut_parameters(model, layers, holders or init_device_mesh(mesh.device_type, (mesh.size(),)))
     return model

@@ -15,6 +15,7 @@ from lss.command import Job, add_attention, attention_of, write_json
 from lss.config import AttentionConfig, Config, ParallelConfig
 from lss.errors import ConfigError, DifferentError
 from lss.mesh import World, check_degrees, init_mesh
+from lss.strategies import STRATEGY_NAMES
 from lss.target import Target
 from lss.verification.verify import verify
 
@@ -26,6 +27,7 @@ def read_verify(arguments: Sequence[str]) -> Job:
     made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
     made.add_argument("--data", type=int, default=1, help="data groups (default 1)")
     add_attention(made)
+    made.add_argument("--strategy", choices=STRATEGY_NAMES, default="lss", help="lss, or a rival (default lss)")
     made.add_argument("--length", type=int, default=0, help="tokens of a sequence, for presets and .toml files")
     made.add_argument("--sequences", type=int, default=1, help="sequences a data group, for presets and .toml files")
     made.add_argument("--shift-labels", type=int, help="as of lss.shard (default: 1 where the model's own loss shifts)")
@@ -42,7 +44,7 @@ def read_verify(arguments: Sequence[str]) -> Job:
             raise ConfigError(f"{name} = {getattr(given, name)}", allowed="at least 0")
     check_degrees(given.sequence, given.data)
     target = Target(given.target, given.length, given.sequences * given.data)
-    parallel = ParallelConfig(given.sequence, given.data, given.device)
+    parallel = ParallelConfig(given.sequence, given.data, given.device, strategy=given.strategy)
     run = partial(
         verify_target,
         target=target,
@@ -83,6 +85,7 @@ def verify_target(
             attention=attention,
             shift_labels=target.shift_labels(model) if shift_labels is None else shift_labels,
             cut=cut,
+            strategy=parallel.strategy,
             steps=steps,
             progress=status.update,
         )

@@ -16,8 +16,8 @@ from lss.context import SequenceContext, context_of
 from lss.gradients import average_gradients, clip_gradient_norm, replicas_that_differ
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.outputs import Outputs
-from lss.parallelize import parallelize
 from lss.state import full_gradients, full_state_dict
+from lss.strategies import parallelize_as
 from lss.verification.reference import Place
 from lss.verification.setting import Setting
 
@@ -141,7 +141,8 @@ def two_lines(
     model: nn.Module, setting: Setting, mesh: DeviceMesh | None
 ) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
     """What users write: the model parallelized, in place, its arguments for this rank's slots, and their labels."""
-    model = parallelize(model, mesh, cut=setting.cut, **asdict(setting.attention))
+    strategy = setting.strategy if mesh is not None else "lss"
+    model = parallelize_as(strategy, model, mesh, cut=setting.cut, **asdict(setting.attention))
     whole, documents = setting.of_group(context_of(model).data)
     layout, shift = setting.attention.layout, setting.shift_labels
     batch = shard(whole, mesh, shift_labels=shift, documents=documents, layout=layout, cut=setting.cut)

@@ -19,6 +19,7 @@ from lss.collectives import Axis
 from lss.config import AttentionConfig
 from lss.errors import LayoutError
 from lss.outputs import Outputs, join, takes_labels
+from lss.strategies import StrategyName
 
 # (outputs, labels) to a sum over tokens; labels of -100 must add nothing.
 LossSum = Callable[[Tensor, Tensor], Tensor]
@@ -44,6 +45,7 @@ class Setting:
         dtype: In which all is computed.
         shift_labels: As of `shard`.
         cut: As of `parallelize` and `shard`.
+        strategy: As of `lss.strategies.parallelize_as`.
     """
 
     batch: dict[str, Tensor]
@@ -54,6 +56,7 @@ class Setting:
     dtype: torch.dtype
     shift_labels: int
     cut: Cut = "tokens"
+    strategy: StrategyName = "lss"
 
     def __post_init__(self) -> None:
         dims = 1 if self.cut == "layers" else 2
@@ -206,6 +209,10 @@ class Setting:
         batch = {name: part[rows] for name, part in self.batch.items()}
         return batch, None if self.documents is None else self.documents[rows]
 
+    @property
+    def _way(self) -> str:
+        return f"gather {self.attention.gather}" if self.strategy == "lss" else self.strategy
+
     def title(self, model: str) -> str:
         """What is compared, in a line."""
         num_sequences = len(self.real)
@@ -216,7 +223,7 @@ class Setting:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{model}, {num_sequences} sequence{'s'[: num_sequences > 1]} {of}{documents}, "
-            f"{degrees}, gather {self.attention.gather}, {self.attention.layout}, {dtype}"
+            f"{degrees}, {self._way}, {self.attention.layout}, {dtype}"
         )
 
 

@@ -20,6 +20,7 @@ from lss.config import AttentionConfig
 from lss.context import SequenceContext
 from lss.errors import LayoutError, LssError, ModelError
 from lss.refusals import default_cut, refusals
+from lss.strategies import StrategyName
 from lss.verification.checks import bound_of, compare, compare_gradients, compare_losses, sanity, worst_of_ranks
 from lss.verification.compare import Check, Report, report
 from lss.verification.precision import computing_in
@@ -40,6 +41,7 @@ def verify(
     documents: Sequence[Sequence[int]] | None = None,
     shift_labels: int = 0,
     cut: Cut | None = None,
+    strategy: StrategyName = "lss",
     title: str = "",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
@@ -67,6 +69,7 @@ def verify(
         shift_labels: As `shard` takes it; by default labels are shifted already.
         cut: As `parallelize` takes it. In `layers`, and of an encoder and a decoder, the plain model is given the batch
             as it is: masks too, images, labels of sequences [B].
+        strategy: `lss`, or a rival, as of `lss.strategies.parallelize_as`.
         title: The report's title.
         progress: Told what is being done.
 
@@ -81,7 +84,7 @@ def verify(
         raise LayoutError(f"steps={steps}", allowed="at least 1")
     whole, attention = _in(torch.float64, batch, mesh), attention or AttentionConfig()
     cut = cut or default_cut(model)
-    setting = Setting(whole, mesh, attention, loss_sum, documents, torch.float64, shift_labels, cut)
+    setting = Setting(whole, mesh, attention, loss_sum, documents, torch.float64, shift_labels, cut, strategy)
     _check(setting)
     agree(lambda: _refuse(model, cut))
     agree_equal("the model", _digest(model), "make it from one seed on every rank, or load one file")
