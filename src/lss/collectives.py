@@ -140,7 +140,9 @@ class Axis:
         wait = self._start("all_to_all", layer, phase, num_bytes, begin, (received, parts))
         return lambda: wait() or received
 
-    def start_send(self, sent: Messages, received: Messages, *, layer: str, phase: str) -> Callable[[], None]:
+    def start_send(
+        self, sent: Messages, received: Messages, *, layer: str, phase: str, far: bool = False
+    ) -> Callable[[], None]:
         """Send tensors to ranks and receive others into theirs, all in the background; what is returned waits.
 
         Args:
@@ -148,6 +150,7 @@ class Axis:
             received: Tensors that are overwritten, and who sends them.
             layer: For the ledger.
             phase: For the ledger.
+            far: Whether the other ranks are no neighbours, which the ledger calls a fetch.
         """
         operations = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=rank)
@@ -158,7 +161,8 @@ class Axis:
             return lambda: None
         num_bytes = sum(_num_bytes(tensor) for tensor, _ in sent)
         tensors = tuple(tensor for tensor, _ in (*sent, *received))
-        return self._start("send", layer, phase, num_bytes, partial(dist.batch_isend_irecv, operations), tensors)
+        name = "fetch" if far else "send"
+        return self._start(name, layer, phase, num_bytes, partial(dist.batch_isend_irecv, operations), tensors)
 
     def _start_exchange(self, whole: Tensor, layer: str, phase: str) -> Callable[[], Tensor]:
         """A reduce-scatter by messages of as many bytes, added here in the order of the ranks; gloo's own is slower."""

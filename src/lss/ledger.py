@@ -21,7 +21,8 @@ class Entry:
 
     Args:
         axis: `sequence` or `data`.
-        operation: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `all_to_all` or `send`.
+        operation: `all_gather`, `reduce_scatter`, `all_reduce`, `broadcast`, `all_to_all`, `send` (to the next rank)
+            or `fetch` (of one farther away, and what it is sent in turn).
         phase: `forward`, `backward`, `step` (once a batch) or `setup` (once a run).
         layer: Qualified name of the module, or what the message carries: `gradients`, `norm`, `scalars`.
     """

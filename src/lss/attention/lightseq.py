@@ -145,7 +145,7 @@ class _Messages:
     def __init__(self, call: Call, phase: str) -> None:
         axis = call.axis
         self.steps = [Step.of(step, axis.rank, axis.size) for step in range(1, axis.size // 2 + 1)]
-        self.send = partial(axis.start_send, layer=call.name, phase=phase)
+        self.send = partial(axis.start_send, layer=call.name, phase=phase, far=True)
         self.settle: Callable[[], None] = lambda: None
 
     def fetched(self, keys: list[Tensor], queries: list[Tensor]) -> Iterator[tuple[Step, list[Tensor], list[Tensor]]]:

@@ -120,7 +120,23 @@ def _links(ranks: Ranks) -> tuple[Link, dict[str, float]]:
     scattered = _seconds(ranks, lambda: axis.reduce_scatter(whole, layer="calibrate", phase="setup"))
     reduced = _seconds(ranks, lambda: axis.all_reduce_(tensor, layer="calibrate", phase="setup"))
     reduced_as_planned = 2 * ((size - 1) * link.latency + (size - 1) / size * LARGE / bandwidth)
-    return link, {"reduce_scatter": scattered / large, "all_reduce": reduced / reduced_as_planned}
+    factors = {"reduce_scatter": scattered / large, "all_reduce": reduced / reduced_as_planned}
+    return link, factors | _direct_factors(ranks, link)
+
+
+def _direct_factors(ranks: Ranks, link: Link) -> dict[str, float]:
+    """How many times longer sends take than latency and bandwidth say: to the next rank, and to all."""
+    axis, size = ranks.axis, ranks.axis.size
+    parts, part = (torch.zeros(shape, device=ranks.device) for shape in ((size, LARGE // 4), (LARGE // 4,)))
+    received, following, before = torch.empty_like(part), (axis.rank + 1) % size, (axis.rank - 1) % size
+
+    def send() -> None:
+        axis.start_send([(part, following)], [(received, before)], layer="calibrate", phase="setup")()
+
+    sent = _seconds(ranks, send)
+    exchanged = _seconds(ranks, lambda: axis.start_all_to_all(parts, layer="calibrate", phase="setup")())
+    one, all_others = (steps * (link.latency + LARGE / link.bandwidth) for steps in (1, size - 1))
+    return {"send": sent / one, "fetch": sent / one, "all_to_all": exchanged / all_others}
 
 
 def _overlap(ranks: Ranks) -> float:

@@ -47,15 +47,33 @@ def seconds(hardware: Hardware, operation: str, num_bytes: float, group: Group) 
 
     Args:
         hardware: The machine.
-        operation: `all_gather`, `reduce_scatter`, `all_reduce` or `broadcast`.
+        operation: As of the ledger.
         num_bytes: V, that one rank sends in the ring form: (N - 1) / N of the whole, twice that for an all-reduce.
         group: Who takes part.
     """
     if group.size == 1:
         return 0.0
+    factor = hardware.factors.get(operation, 1.0)
+    if operation in ("send", "fetch", "all_to_all"):
+        return factor * _direct(hardware, operation, num_bytes, group)
     rounds = 2 if operation == "all_reduce" else 1
     algorithm = hardware.collectives.get(operation, "ring")
-    return hardware.factors.get(operation, 1.0) * rounds * _one_way(hardware, algorithm, num_bytes / rounds, group)
+    return factor * rounds * _one_way(hardware, algorithm, num_bytes / rounds, group)
+
+
+def _direct(hardware: Hardware, operation: str, num_bytes: float, group: Group) -> float:
+    """Seconds in which every rank sends as many bytes to others: to its neighbour, to one far away, or to all.
+
+    Of neighbours one a node sends to another node, for every group; of ranks that are far from each other all do.
+    """
+    node, between, others = hardware.node, hardware.between, group.size - 1
+    steps = others if operation == "all_to_all" else 1
+    if group.num_nodes == 1:
+        return steps * node.latency + num_bytes / node.bandwidth
+    leaving = group.rivals * (1 if operation == "send" else group.per_node)
+    share = (group.size - group.per_node) / others if operation == "all_to_all" else 1.0
+    seconds_out = num_bytes * share * leaving / between.bandwidth
+    return steps * max(node.latency, between.latency) + max(num_bytes / node.bandwidth, seconds_out)
 
 
 def _one_way(hardware: Hardware, algorithm: Algorithm, num_bytes: float, group: Group) -> float:

@@ -99,7 +99,7 @@ def trace_step(setup: Setup) -> Trace:
     parallel = setup.config.parallel
     with fake_world(setup.rank, setup.num_ranks):
         mesh = init_device_mesh(setup.device_type, (parallel.data, parallel.sequence), mesh_dim_names=(DATA, SEQUENCE))
-        holders = init_device_mesh("cpu", (setup.num_ranks,))  # parameters without values are on the CPU
+        holders = _holders(setup)
         cutting = fake_shards() if parallel.shard_parameters else nullcontext()
         with fake_tensors(), cutting:
             try:
@@ -108,6 +108,14 @@ def trace_step(setup: Setup) -> Trace:
                 raise
             except Exception as error:  # whatever the model's code raises
                 raise _failure(setup, error) from error
+
+
+def _holders(setup: Setup) -> DeviceMesh:
+    """Where parameters are cut: those without values are on the CPU."""
+    parallel = setup.config.parallel
+    if parallel.strategy == "megatron-tp":
+        return init_device_mesh("cpu", (parallel.data, parallel.sequence), mesh_dim_names=(DATA, SEQUENCE))
+    return init_device_mesh("cpu", (setup.num_ranks,))
 
 
 def _traced(setup: Setup, mesh: DeviceMesh, holders: DeviceMesh) -> Trace:

@@ -7,8 +7,9 @@ computes an N-th of them; their outputs are sums over the ranks. 4 collectives a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss.attention import DistributedAttention
@@ -17,7 +18,7 @@ from lss.dropout import PositionDropout
 from lss.errors import ModelError
 from lss.mesh import SEQUENCE
 from lss.models import GPT
-from lss.models.gpt import FeedForward
+from lss.models.gpt import Block, FeedForward
 from lss.parallelize import parallelize
 from lss.strategies.megatron import compute_whole
 
@@ -26,12 +27,13 @@ _BY_OUTPUT = ("attention.query", "attention.key", "attention.value", "feed_forwa
 _BY_INPUT = ("attention.output", "feed_forward.3")
 
 
-def parallelize_tensors(model: GPT, mesh: DeviceMesh | None, **options: Any) -> GPT:
+def parallelize_tensors(model: GPT, mesh: DeviceMesh | None, holders: DeviceMesh | None = None, **options: Any) -> GPT:
     """Make a GPT tensor parallel over the ranks of a sequence, and sequence parallel in between.
 
     Args:
         model: A model of this package.
         mesh: As of `lss.parallelize`.
+        holders: The same, on the device where weights are; None for where the ranks compute.
         options: The same.
 
     Raises:
@@ -51,9 +53,10 @@ def parallelize_tensors(model: GPT, mesh: DeviceMesh | None, **options: Any) -> 
         )
     parallelize(model, mesh, **options)
     if mesh is not None and size > 1:
+        ranks = (holders or mesh)[SEQUENCE]
         _cut_dropout(model)
-        _cut_weights(model, mesh[SEQUENCE])
-        compute_whole(model, mesh[SEQUENCE])
+        _cut_weights(model, ranks)
+        compute_whole(model, ranks)
         context_of(model).is_tensor_parallel = True
     return model
 
@@ -76,13 +79,12 @@ def _cut_weights(model: GPT, ranks: DeviceMesh) -> None:
 def _cut_dropout(model: GPT) -> None:
     """Each rank draws the masks of its columns and heads."""
     axis = context_of(model).sequence
-    for module in model.modules():
-        places = (
-            [part.site for part in module if isinstance(part, PositionDropout)]
-            if isinstance(module, FeedForward)
-            else []
-        )
-        if isinstance(module.forward, DistributedAttention) and module.forward.dropout:
-            places.append(module.forward.dropout)
-        for site in places:
-            site.part = axis.rank, axis.size
+    sites = [part.site for block in model.blocks for part in _feed_forward(block) if isinstance(part, PositionDropout)]
+    forwards = (module.forward for module in model.modules())
+    sites += [forward.dropout for forward in forwards if isinstance(forward, DistributedAttention) and forward.dropout]
+    for site in sites:
+        site.part = axis.rank, axis.size
+
+
+def _feed_forward(block: nn.Module) -> FeedForward:
+    return cast(Block, block).feed_forward

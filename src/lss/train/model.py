@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lss.adapters.found import attention_modules
 from lss.adapters.stacks import stacks
 from lss.config import Config
+from lss.errors import ModelError
 from lss.gradients import positional_tables
 from lss.strategies import parallelize_as
 
@@ -24,7 +25,8 @@ def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceM
         plain: The model.
         mesh: Of `init_mesh`.
         config: Its sections `attention`, `parallel` and `train`.
-        holders: A mesh of one axis over all ranks, where parameters are cut; made by default.
+        holders: Where parameters are cut, a mesh on their device: of one axis over all ranks, or with the strategy
+            megatron-tp of the axes of `mesh`. Made by default.
     """
     layers = [name for stack in stacks_of(plain) for name in stack]
     train, parallel = config.train, config.parallel
@@ -32,6 +34,13 @@ def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceM
         for layer in map(plain.get_submodule, layers):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     options = {**asdict(config.attention), "seed": train.seed, "ordered": train.deterministic}
+    if parallel.strategy == "megatron-tp":
+        if parallel.shard_parameters:
+            raise ModelError(
+                "strategy megatron-tp with shard_parameters",
+                allowed="one of them: both cut weights, over other ranks",
+            )
+        options["holders"] = holders
     model = parallelize_as(parallel.strategy, plain, mesh, **options)
     if parallel.shard_parameters:
         _cut_parameters(model, layers, holders or init_device_mesh(mesh.device_type, (mesh.size(),)))
