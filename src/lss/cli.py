@@ -16,6 +16,7 @@ import lss
 from lss.bench.command import read_bench
 from lss.collectives import agree, agree_equal
 from lss.command import Job
+from lss.compare.command import read_compare
 from lss.data import default_cache_folder, enwik8
 from lss.errors import ConfigError, LssError
 from lss.launch import launch
@@ -33,6 +34,7 @@ usage: lss COMMAND ...
   lss eval RUN [--key.sub value ...]              bits per byte of a run on its test split
   lss verify TARGET [--sequence N] [--data M]     prove that a run over ranks equals the serial one
   lss bench attention|step [--lengths L,L]        time it serially and over ranks, side by side
+  lss bench compare [--strategies S,S]            time a step by rival strategies, side by side
   lss plan TARGET --ranks N [--length L]          bytes, messages and seconds of a run, before it is paid for
   lss calibrate FILE [--ranks N]                  measure this machine, for lss plan --hardware FILE
   lss paper [--html FILE] [--json FILE]           the paper's tables and figures beside the planner's
@@ -65,11 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _read_bench(arguments: Sequence[str]) -> Job:
+    """`compare` needs plans and trainer; the others do not."""
+    return read_compare(arguments[1:]) if list(arguments[:1]) == ["compare"] else read_bench(arguments)
+
+
 _READERS: dict[str, Callable[[Sequence[str]], Job]] = {
     "train": read_train,
     "eval": read_eval,
     "verify": read_verify,
-    "bench": read_bench,
+    "bench": _read_bench,
     "calibrate": read_calibrate,
 }
 

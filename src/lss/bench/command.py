@@ -38,7 +38,9 @@ def read_bench(arguments: Sequence[str]) -> Job:
 
 def _flags() -> ArgumentParser:
     made = ArgumentParser(prog="lss bench", description="Forward and backward, serially and over ranks, in turn.")
-    made.add_argument("what", choices=["attention", "step"], help="one call of attention, or a training step")
+    made.add_argument(
+        "what", choices=["attention", "step"], help="one call of attention, or a training step; see also compare"
+    )
     made.add_argument("--lengths", default="1024,2048", help="tokens of a sequence (default 1024,2048)")
     made.add_argument("--sequence", type=int, default=2, help="ranks that hold one sequence together (default 2)")
     made.add_argument("--repeats", type=int, default=5, help="runs of each, after one to warm up (default 5)")

@@ -31,11 +31,13 @@ class Measured:
         run: Forward and backward, on this rank.
         ledger: Counts what it sends.
         model: For the tracker of memory; None where there is none.
+        optimizer: The same.
     """
 
     run: Callable[[], None]
     ledger: Ledger
     model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
 
 
 @dataclass(frozen=True)

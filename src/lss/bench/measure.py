@@ -54,8 +54,7 @@ def peak_bytes(job: Measured) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker  # noqa: PLC0415
 
     tracker = MemTracker()
-    if job.model is not None:
-        tracker.track_external(job.model)
+    tracker.track_external(*(part for part in (job.model, job.optimizer) if part is not None))
     with tracker:
         job.run()
     devices = tracker.get_tracker_snapshot("peak").values()

@@ -18,12 +18,12 @@ from lss.gradients import positional_tables
 from lss.strategies import parallelize_as
 
 
-def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceMesh | None = None) -> nn.Module:
+def prepare(plain: nn.Module, mesh: DeviceMesh | None, config: Config, holders: DeviceMesh | None = None) -> nn.Module:
     """Parallelize a model, in place; recompute and cut its parameters where the configuration says so.
 
     Args:
         plain: The model.
-        mesh: Of `init_mesh`.
+        mesh: Of `init_mesh`; None for one rank alone.
         config: Its sections `attention`, `parallel` and `train`.
         holders: Where parameters are cut, a mesh on their device: of one axis over all ranks, or with the strategy
             megatron-tp of the axes of `mesh`. Made by default.
@@ -42,7 +42,7 @@ def prepare(plain: nn.Module, mesh: DeviceMesh, config: Config, holders: DeviceM
             )
         options["holders"] = holders
     model = parallelize_as(parallel.strategy, plain, mesh, **options)
-    if parallel.shard_parameters:
+    if parallel.shard_parameters and mesh is not None:
         _cut_parameters(model, layers, holders or init_device_mesh(mesh.device_type, (mesh.size(),)))
     return model
 

@@ -1,0 +1,1 @@
+"""Strategies side by side: the same model, batch and step, in turn, on the same ranks."""
