@@ -1,12 +1,14 @@
 #!/bin/sh
-# Four hosts on one machine, as network namespaces behind a bridge, with links shaped to RATE; runs a command on each.
+# Hosts on one machine, as network namespaces behind a bridge, their links shaped to RATE; torchrun starts a rank on each.
 #
-# As root: benchmarks/hosts.sh RATE COMMAND ...    such as: benchmarks/hosts.sh 1gbit python -m lss calibrate links.toml --ranks 4
+# As root: benchmarks/hosts.sh HOSTS RATE WHAT ...    such as: benchmarks/hosts.sh 4 1gbit -m lss calibrate links.toml --ranks 4
 set -eu
-rate=$1; shift
-hosts="0 1 2 3"
+[ $# -ge 3 ] || { sed -n 2,4p "$0"; exit 2; }
+number=$1 rate=$2; shift 2
+case $number in [2-8]) ;; *) echo "$number hosts: 2 to 8 are allowed" >&2; exit 2 ;; esac
+hosts=$(seq 0 $((number - 1)))
 cleanup() {
-  for host in $hosts; do ip netns del "lss$host" 2>/dev/null || true; done
+  for host in $(seq 0 7); do ip netns del "lss$host" 2>/dev/null || true; done
   ip link del lssbridge 2>/dev/null || true
 }
 trap cleanup EXIT
@@ -25,8 +27,8 @@ for host in $hosts; do
 done
 pids=""
 for host in $hosts; do
-  ip netns exec "lss$host" env RANK="$host" WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.10 \
-    MASTER_PORT=29411 GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 "$@" &
+  ip netns exec "lss$host" env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 torchrun --nnodes "$number" --node-rank "$host" \
+    --nproc-per-node 1 --master-addr 10.77.0.10 --master-port 29411 "$@" &
   pids="$pids $!"
 done
 status=0
