@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lss.config import AttentionConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from lss.errors import LssError
 from lss.models import GPT, GPTConfig
 from lss.page import Heading, Paragraph, Part, Points, Table, markdown
 from lss.plan import Hardware, Plan, Setup, make_plan
@@ -22,6 +23,7 @@ from lss.plan.links import Group, seconds
 from lss.plan.report import efficiency
 from lss.plan.setup import trace_step
 from lss.plan.trace import Event, Operator, Start
+from lss.strategies import StrategyName
 
 ABOUT = (
     "Planned, not measured: `lss plan` plays one rank's step, taken on tensors without values, on the rates of a "
@@ -172,24 +174,33 @@ def efficiency_row(plan: Plan, found: dict[str, float] | None) -> tuple[str, ...
     return run, f"{plan.timeline.total:.4f}", *(f"{share:.0%}" for share in shares)
 
 
-# The paper's baseline.
+# Rivals.
+
+RIVALS: tuple[StrategyName, ...] = ("lss", "ring", "ulysses", "megatron", "megatron-tp")
 
 
-def rival() -> Iterator[Part]:
-    yield Heading("Beside Nvidia's sequence parallelism")
+def rivals() -> Iterator[Part]:
+    yield Heading("Beside rivals")
     yield Paragraph(
-        "The paper's baseline, whose ranks compute all of attention and feed-forward each: gpt-20m on h100, bfloat16, "
-        "8,192 tokens, 4 sequences. A row: `lss plan gpt-20m --precision bf16 --length 8192 --ranks N --strategy "
-        "megatron`. Ring attention and Ulysses cannot be planned."
+        "gpt-20m on h100, bfloat16, 8,192 tokens, 4 sequences. `megatron` is the paper's baseline, whose ranks compute "
+        "all of attention and feed-forward each; `megatron-tp` cuts them by its 8 heads, as Ulysses does. A row: `lss "
+        "plan gpt-20m --precision bf16 --length 8192 --ranks N --strategy S`."
     )
     hardware, rows = Hardware.named("h100"), []
     for ranks in (2, 8, 64):
         config = config_of(ranks, 1, 8192, 4, "bf16")
-        for strategy in ("lss", "megatron"):
+        for strategy in RIVALS:
             parallel = replace(config.parallel, strategy=strategy)
-            plan = make_plan(Setup("", replace(config, parallel=parallel), "cuda"), hardware)
-            rows.append((f"{ranks}, {strategy}", *outcome(plan)))
+            setup = Setup("", replace(config, parallel=parallel), "cuda")
+            rows.append((f"{ranks}, {strategy}", *outcome_of(setup, hardware)))
     yield Table("The same sequences", ("ranks, strategy", *OUTCOME), tuple(rows))
+
+
+def outcome_of(setup: Setup, hardware: Hardware) -> tuple[str, ...]:
+    try:
+        return outcome(make_plan(setup, hardware))
+    except LssError:
+        return ("refused", *[""] * (len(OUTCOME) - 1))
 
 
 # A million tokens.
@@ -202,12 +213,17 @@ def million() -> Iterator[Part]:
         "weights, layers computed again, parameters cut over all ranks; one sequence of 1,048,576 tokens, h100. Its "
         "feed-forward has two matrices: 6.7 billion parameters. Logits of a rank's tokens are whole. A row, from the "
         "repository's root: `lss plan benchmarks.plan_limits:eight_billion --length 1048576 --batch 1 --precision bf16 "
-        "--recompute --shard-parameters --gather kv --ranks N`, with `--regather` or `--chunks 4`."
+        "--recompute --shard-parameters --gather kv --ranks N`, with `--regather`, `--chunks 4` or `--strategy S`."
     )
     ways = {"kv, kept": {}, "kv, gathered again": {"keep": False}, "kv, 4 chunks": {"keep": False, "chunks": 4}}
     rows = [million_row(ranks, name, "kv", **way) for ranks in GPUS for name, way in ways.items()]
     rows += [million_row(ranks, "x, kept", "x") for ranks in (64, 512)]
-    yield Table("One step", ("GPUs, gather", *OUTCOME), tuple(rows))
+    rows += [million_row(ranks, "ring", strategy="ring") for ranks in GPUS if ranks <= 128]
+    rows += [million_row(ranks, "ulysses", strategy="ulysses") for ranks in GPUS if ranks <= 64]
+    yield Table("One step", ("GPUs, gather or strategy", *OUTCOME), tuple(rows))
+    yield Paragraph(
+        "Ulysses has at most as many ranks as the model has query heads, 32; ring attention was planned up to 128 ranks."
+    )
     yield Paragraph(
         "What is gathered is of one layer at a time in all of these, as layers are computed again: `kept` sends least. "
         "On few GPUs the logits take the memory, which chunks of keys do not help."
@@ -217,17 +233,19 @@ def million() -> Iterator[Part]:
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def million_row(ranks: int, name: str, gather: str, **way: bool | int) -> tuple[str, ...]:
+def million_row(
+    ranks: int, name: str, gather: str = "kv", strategy: StrategyName = "lss", **way: bool | int
+) -> tuple[str, ...]:
     train = TrainConfig(batch=1, precision="bf16", recompute=True)
     attention = replace(AttentionConfig(gather=gather), **way)  # type: ignore[arg-type]
-    parallel = ParallelConfig(ranks, shard_parameters=True)
+    parallel = ParallelConfig(ranks, strategy=strategy, shard_parameters=True)
     config = Config(data=DataConfig(length=MILLION), parallel=parallel, attention=attention, train=train)
-    plan = make_plan(Setup("benchmarks.plan_limits:eight_billion", config, "cuda"), Hardware.named("h100"))
-    return f"{ranks:,}, {name}", *outcome(plan)
+    setup = Setup("benchmarks.plan_limits:eight_billion", config, "cuda")
+    return f"{ranks:,}, {name}", *outcome_of(setup, Hardware.named("h100"))
 
 
 def main(file: str) -> None:
-    parts = [Paragraph(ABOUT), *ceiling(), *divided(), *efficiencies(), *rival(), *million(), *sources()]
+    parts = [Paragraph(ABOUT), *ceiling(), *divided(), *efficiencies(), *rivals(), *million(), *sources()]
     Path(file).write_text(markdown("Limits, planned", parts), encoding="utf-8")
 
 
