@@ -222,7 +222,7 @@ def million() -> Iterator[Part]:
     rows += [million_row(ranks, "ulysses", strategy="ulysses") for ranks in GPUS if ranks <= 64]
     yield Table("One step", ("GPUs, gather or strategy", *OUTCOME), tuple(rows))
     yield Paragraph(
-        "Ulysses has at most as many ranks as the model has query heads, 32; ring attention was planned up to 128 ranks."
+        "Ulysses has at most as many ranks as the model has query heads, 32. Ring attention: up to 128 ranks."
     )
     yield Paragraph(
         "What is gathered is of one layer at a time in all of these, as layers are computed again: `kept` sends least. "

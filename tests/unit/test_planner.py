@@ -153,6 +153,17 @@ def test_the_command_writes_what_it_prints(command, tmp_path):
     assert {row["operation"] for row in plan["collectives"]} == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
+@pytest.mark.parametrize("strategy", ["lss", "ring", "ulysses"])
+def test_recomputed_layers_keep_their_inputs_alone(strategy):
+    setup = setup_of(4, 4096, recompute=True, strategy=strategy)
+    two, three = (max(_kept_for_backward(replace(setup, depth=depth))) for depth in (2, 3))
+    assert three - two == 2 * 1024 * 512 * 4  # sequences, tokens of a rank, width, bytes
+
+
+def _kept_for_backward(setup: Setup) -> list[int]:
+    return [peak.bytes["activations"] for peak in _played(setup, traced(setup), V100, EXACTLY).peaks]
+
+
 def test_the_longest_that_fits(command, tmp_path):
     file = tmp_path / "plan.json"
     told = ("plan", "gpt-20m", "--ranks", "4", "--batch", "1", "--hardware", "v100-summit", "--json", str(file))

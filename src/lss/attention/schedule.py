@@ -123,7 +123,7 @@ def prepare(
         MaskError: The mask or the bias does not fit the tensors.
         KernelError: The kernel that was asked for cannot do it.
     """
-    query = tensors[0]
+    num_sequences = tensors[0].size(0)
     needs = _needs(scene, tensors, axis)
     if schedule.kernel == STORED:
         work = Work(MATH, MATH, scene.mask, scene.scale, scene.bias, scene.dropout)
@@ -134,7 +134,7 @@ def prepare(
 
     def planned(rank: int) -> Plan:
         chunks = None if schedule.passes else schedule.chunks
-        return plan(scene.mask, query.size(0), scene.queries, scene.keys, rank, limits, chunks)
+        return plan(scene.mask, num_sequences, scene.queries, scene.keys, rank, limits, chunks)
 
     masked = replace(needs, masks=True)
     if schedule.kernel != "auto" and kernel.refuses(masked):  # on all ranks or on none

@@ -25,6 +25,7 @@ from lss.mesh import World, detect_world, init_mesh
 from lss.models import PRESETS
 from lss.plan import Hardware
 from lss.plan.command import bytes_of
+from lss.train.metrics import display
 
 USUAL = "serial,lss,ring,lightseq,ulysses,megatron,megatron-tp"
 
@@ -92,31 +93,33 @@ def compare(world: World, comparison: Comparison, *, is_timed: bool) -> None:
     """
     plans = from_first_rank(comparison.plans)
     mesh = init_mesh(world.size, device=comparison.device, world=world)
-    ranks, console = Ranks(mesh), Console(quiet=world.rank > 0)
+    ranks = Ranks(mesh)
     rows: list[Row] = []
-    for length in comparison.lengths:
-        with console.status(f"{length:,} tokens"):
-            rows += _at_length(
-                comparison,
-                length,
-                plans,
-                Contest(comparison.preset, length, comparison.batch, comparison.repeats, mesh, ranks),
-            )
+    contests = [
+        Contest(comparison.preset, length, comparison.batch, comparison.repeats, mesh, ranks)
+        for length in comparison.lengths
+    ]
+    fitting = {contest.length: _fitting(comparison, plans, contest.length) for contest in contests}
+    units = sum(contest.units * len(fitting[contest.length]) for contest in contests)
+    with display(world.rank, units, "part") as progress:
+        for contest in contests:
+            found = {row["strategy"]: row for row in contest.run(fitting[contest.length], progress)}
+            for way in comparison.ways:
+                row = found.get(way.name) or contest.about(way)
+                rows.append(row | plans.get((way.name, contest.length), {}))
     if not is_timed:
         rows = [{name: value for name, value in row.items() if name not in _TIMES} for row in rows]
-    page.show(parts(rows, comparison.memory), console)
+    page.show(parts(rows, comparison.memory), Console(quiet=world.rank > 0))
     agree(lambda: _write(rows, comparison) if world.rank == 0 else None)
 
 
 _TIMES = ("planned_seconds", "planned_communication", "planned_waiting")
 
 
-def _at_length(comparison: Comparison, length: int, plans: Plans, contest: Contest) -> list[Row]:
-    """A row a way: measured where it fits."""
-    told = {way.name: plans.get((way.name, length), {}) for way in comparison.ways}
-    fitting = [way for way in comparison.ways if told[way.name].get("planned_bytes", 0) <= comparison.memory]
-    found = {row["strategy"]: row for row in contest.run(fitting)}
-    return [found.get(way.name, contest.about(way)) | told[way.name] for way in comparison.ways]
+def _fitting(comparison: Comparison, plans: Plans, length: int) -> list[Way]:
+    """Ways that are not planned to take too much memory."""
+    planned_bytes = {way: plans.get((way.name, length), {}).get("planned_bytes", 0) for way in comparison.ways}
+    return [way for way, size in planned_bytes.items() if size <= comparison.memory]
 
 
 def _write(rows: list[Row], comparison: Comparison) -> None:

@@ -26,6 +26,7 @@ from lss.gradients import average_gradients
 from lss.losses import count_tokens, token_mean_cross_entropy
 from lss.models import GPT
 from lss.state import full_gradients
+from lss.train.metrics import Display
 from lss.train.model import prepare
 from lss.train.optim import make_optimizer
 from lss.train.update import update
@@ -74,8 +75,18 @@ class Contest:
     mesh: DeviceMesh
     ranks: Ranks
 
-    def run(self, ways: Sequence[Way]) -> list[dict[str, Any]]:
-        """A row a way, in the order in which they were given; the same on every rank."""
+    @property
+    def units(self) -> int:
+        """Of work, of each way: to look at it, and its steps."""
+        return self.repeats + 2
+
+    def run(self, ways: Sequence[Way], progress: Display) -> list[dict[str, Any]]:
+        """A row a way, in the order in which they were given; the same on every rank.
+
+        Args:
+            ways: What is compared.
+            progress: Told of each unit of work.
+        """
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(256, (self.batch, self.length), generator=generator).to(self.ranks.device)
         expected = self._serial_gradients(tokens) if self.ranks.axis.rank == 0 else {}
@@ -85,12 +96,16 @@ class Contest:
             entrant = self._enter(way, tokens)
             if isinstance(entrant, str):
                 row["refused"] = entrant
+                for _ in range(self.units):
+                    progress.advance()
                 continue
             row |= {"difference": self._difference(entrant, expected), **self._examined(entrant)}
             entrants.append((entrant, row))
+            progress.advance(f"{self.length:,} tokens, {way.name}: {row['peak_bytes'] / 1e6:,.0f} MB")
         for repeat in range(self.repeats + 1):
             for entrant, _ in entrants:
-                self._step(entrant, is_counted=repeat > 0)  # the first warms up
+                spent = self._step(entrant, is_counted=repeat > 0)  # the first warms up
+                progress.advance(f"{self.length:,} tokens, {entrant.way.name}: {spent:.3f} s")
         for entrant, row in entrants:
             row |= self._times(entrant)
         return rows
@@ -166,7 +181,8 @@ class Contest:
         if entrant.job:
             entrant.job.ledger.clear()
 
-    def _step(self, entrant: Entrant, *, is_counted: bool) -> None:
+    def _step(self, entrant: Entrant, *, is_counted: bool) -> float:
+        """Seconds until the slowest rank was done."""
         self._take_turn(entrant)
         job, before = entrant.job, time.process_time()
         spent = seconds(job.run, self.ranks.device) if job else 0.0
@@ -176,6 +192,7 @@ class Contest:
         if is_counted:
             for values, total in zip((entrant.seconds, entrant.cpu_seconds, entrant.waited), totals, strict=True):
                 values.append(total)
+        return totals[0]
 
     def _times(self, entrant: Entrant) -> dict[str, Any]:
         best = min(entrant.seconds)
