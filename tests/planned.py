@@ -127,6 +127,40 @@ def reading(length: int, batch: int):
     }
 
 
+class Counting(GPT):
+    """A model that counts its layers itself."""
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.size(1)))
+        for number in range(self.config.layers):
+            x = self.blocks[number](x, torch.arange(tokens.size(1)))
+        return self.head(self.norm(x))
+
+
+def counting(length: int, batch: int):
+    """Five layers."""
+    whole = tokens(length, batch)
+    config = GPTConfig(width=32, layers=5, heads=2, vocabulary=VOCABULARY, max_length=length)
+    return Counting(config), {"tokens": whole, "labels": whole}
+
+
+def listed(length: int, batch: int):
+    """Labels that are no tensor."""
+    model, whole = gpt(length, batch)
+    return model, {**whole, "labels": [[0] * length] * batch}
+
+
+def converted(length: int, batch: int):
+    """A model that is converted."""
+    model, whole = gpt(length, batch)
+    return model.to(torch.bfloat16), whole
+
+
+def choosing(length: int, batch: int):
+    """A target that reads values to make its model."""
+    return GPT(GPTConfig(width=32, layers=int(torch.ones(3).sum().item()), heads=2)), {}
+
+
 def fixed():
     """A target of one length."""
     whole = torch.zeros(1, 32, dtype=torch.int64)

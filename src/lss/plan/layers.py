@@ -12,7 +12,7 @@ from torch import nn
 from lss.fake import fake_tensors
 from lss.plan.memory import Peak
 from lss.plan.result import Plan
-from lss.plan.setup import Setup, container_of
+from lss.plan.setup import Setup, container_of, explained
 from lss.plan.timeline import Timeline
 from lss.train.model import stacks_of
 
@@ -29,7 +29,7 @@ def num_like_layers(setup: Setup) -> int:
 
 @lru_cache(maxsize=16)
 def _of_function(setup: Setup) -> int:
-    with fake_tensors():
+    with fake_tensors(), explained(setup):
         model, _ = setup.load()
     stacks = stacks_of(model)
     if len(stacks) != 1 or container_of(model, stacks[0]) is None:

@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from functools import lru_cache
 
+from lss.errors import LssError
 from lss.ledger import Entry
 from lss.plan.hardware import Algorithm, Hardware
 from lss.plan.layers import FEW, extrapolated, num_like_layers
@@ -40,8 +41,11 @@ def make_plan(setup: Setup, hardware: Hardware, what_if: WhatIf = EXACTLY, besid
         return _played(setup, traced(setup), hardware, what_if)
     small, large = (replace(setup, depth=depth) for depth in FEW)
     waiting = beside.submit(traced, large) if beside else None
-    few = _played(small, traced(small), hardware, what_if)
-    more = _played(large, waiting.result() if waiting else traced(large), hardware, what_if)
+    try:
+        few = _played(small, traced(small), hardware, what_if)
+        more = _played(large, waiting.result() if waiting else traced(large), hardware, what_if)
+    except LssError:  # it may count its layers itself
+        return _played(setup, traced(setup), hardware, what_if)
     return extrapolated(setup, few, more, number - FEW[0])
 
 

@@ -74,7 +74,8 @@ class Setup:
             gpt = self.config.gpt()
             return GPT(replace(gpt, layers=self.depth or gpt.layers)), {"tokens": tokens, "labels": tokens}
         model, batch = call(self.target, length=length, batch=size)
-        shape = tuple(batch["labels"].shape[:2]) if "labels" in batch else ()
+        labels = batch.get("labels")
+        shape = tuple(labels.shape[:2]) if isinstance(labels, Tensor) else ()
         if shape != (size, length):
             raise ConfigError(
                 f"{self.target} returned labels of {list(shape)}, for a batch of {size} x {length} tokens",
@@ -101,13 +102,8 @@ def trace_step(setup: Setup) -> Trace:
         mesh = init_device_mesh(setup.device_type, (parallel.data, parallel.sequence), mesh_dim_names=(DATA, SEQUENCE))
         holders = _holders(setup)
         cutting = fake_shards() if parallel.shard_parameters else nullcontext()
-        with fake_tensors(), cutting:
-            try:
-                return _traced(setup, mesh, holders)
-            except LssError:
-                raise
-            except Exception as error:  # whatever the model's code raises
-                raise _failure(setup, error) from error
+        with fake_tensors(), cutting, explained(setup):
+            return _traced(setup, mesh, holders)
 
 
 def _holders(setup: Setup) -> DeviceMesh:
@@ -146,19 +142,48 @@ def _numbers_of(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _failure(setup: Setup, error: Exception) -> ConfigError:
-    what = setup.target or "the model"
+@contextmanager
+def explained(setup: Setup) -> Iterator[None]:
+    """Say of whatever a target's code raises within it what a plan cannot do.
+
+    Raises:
+        LssError: In the place of any other error.
+    """
+    try:
+        yield
+    except Exception as error:
+        what = setup.target or "the model"
+        known = _known(what, error.__cause__ if isinstance(error, LssError) else error)
+        if known is not None:
+            raise known from error
+        if isinstance(error, LssError):
+            raise
+        raise ConfigError(
+            f"the step of {what} failed on tensors without values: {type(error).__name__}: {str(error).strip()}",
+            allowed="a model that lss.parallelize takes, and a batch of its arguments",
+            remedy="see that lss verify takes it",
+        ) from error
+
+
+def _known(what: str, error: BaseException | None) -> ConfigError | None:
+    """What is not possible on tensors without values; None for anything else."""
     if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
         return ConfigError(
             f"{what} reads values of tensors, which have none in a plan: {error}",
             allowed="a model whose step has the same shapes whatever the values are",
             remedy="leave out what looks at values (`.item()`, `if tensor`, `nonzero`), for the plan",
         )
-    return ConfigError(
-        f"the step of {what} failed on tensors without values: {type(error).__name__}: {str(error).strip()}",
-        allowed="a model that lss.parallelize takes, and a batch of its arguments",
-        remedy="see that lss verify takes it",
-    )
+    if "Couldn't swap" in str(error):
+        return ConfigError(
+            f"{what} is converted, which tensors without values cannot be",
+            allowed="a model as it is made",
+            remedy="--precision, or torch.set_default_dtype before it is made, instead of `.to(dtype)` and the like",
+        )
+    if "FlexAttention" in str(error):
+        return ConfigError(
+            f"{what} takes the kernel flex, which cannot be planned", allowed="--kernel efficient, math or stored"
+        )
+    return None
 
 
 def container_of(model: nn.Module, stack: list[str]) -> nn.ModuleList | None:
