@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from lss import masks
-from lss.attention import blocks, layer, schedule
+from lss.attention import blocks, run, schedule
 from lss.attention.plan import Block, Plan, Run
 from lss.layout import Piece
 from lss.masks import Full, View
@@ -101,19 +101,19 @@ def scores_scaled_wrongly() -> Iterator[None]:
     def wrap(original: Callable) -> Callable:
         return lambda query, *rest: original(query * 1.001, *rest)
 
-    with replaced(layer, "attend", wrap):
+    with replaced(run, "attend", wrap):
         yield
 
 
 @fault
 def keys_and_values_swapped() -> Iterator[None]:
-    with replaced(layer, "attend", lambda original: lambda q, k, v, *rest: original(q, v, k, *rest)):
+    with replaced(run, "attend", lambda original: lambda q, k, v, *rest: original(q, v, k, *rest)):
         yield
 
 
 @fault
 def key_heads_in_the_wrong_order() -> Iterator[None]:
     with replaced(
-        layer, "attend", lambda original: lambda q, k, v, *rest: original(q, k.roll(1, 1), v.roll(1, 1), *rest)
+        run, "attend", lambda original: lambda q, k, v, *rest: original(q, k.roll(1, 1), v.roll(1, 1), *rest)
     ):
         yield

@@ -31,14 +31,14 @@ def changed_model(change: Callable[[torch.nn.Module], None], *, before: bool = F
     """Do something to every model before or after it is parallelized."""
 
     def wrap(original: Callable) -> Callable:
-        def parallelize(model: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
+        def parallelize_as(strategy: str, model: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
             if before:
                 change(model)
-            original(model, *args, **kwargs)
+            original(strategy, model, *args, **kwargs)
             if not before:
                 change(model)
             return model
 
-        return parallelize
+        return parallelize_as
 
-    return replaced(runs, "parallelize", wrap)
+    return replaced(runs, "parallelize_as", wrap)
