@@ -58,6 +58,16 @@ def llama(length: int, batch: int):
     return transformers.LlamaForCausalLM(config), {"input_ids": whole, "labels": whole}
 
 
+def bert(length: int, batch: int):
+    """BERT of transformers, whose tokens see both ways."""
+    config = transformers.BertConfig(
+        hidden_size=96, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256, vocab_size=VOCABULARY,
+        max_position_embeddings=length, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    whole = tokens(length, batch)
+    return transformers.BertForMaskedLM(config), {"input_ids": whole, "labels": whole}
+
+
 def config_of(num_ranks: int, **changed) -> Config:
     parallel = {name: changed.pop(name) for name in ("data", "strategy", "shard_parameters") if name in changed}
     train = {name: changed.pop(name) for name in ("recompute", "precision", "accumulation") if name in changed}

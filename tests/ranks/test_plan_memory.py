@@ -18,6 +18,7 @@ RUNS = [
     ("gpt2", 2, "math", False),
     ("llama", 4, "flash", False),
     ("llama", 1, "math", True),
+    ("bert", 2, "auto", True),
 ]
 # what else a run may be told
 FURTHER = {

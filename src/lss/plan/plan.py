@@ -37,6 +37,7 @@ def make_plan(setup: Setup, hardware: Hardware, what_if: WhatIf = EXACTLY, besid
         LssError: The run would be refused, or the target fails.
     """
     number = num_like_layers(setup)
+    setup = _at_the_busiest(setup)
     if number <= FEW[1]:
         return _played(setup, traced(setup), hardware, what_if)
     small, large = (replace(setup, depth=depth) for depth in FEW)
@@ -49,6 +50,18 @@ def make_plan(setup: Setup, hardware: Hardware, what_if: WhatIf = EXACTLY, besid
     return extrapolated(setup, few, more, number - FEW[0])
 
 
+def _at_the_busiest(setup: Setup) -> Setup:
+    """The same on the rank that holds most: of functions, whose models may see both ways, two are looked at."""
+    ranks = {setup.rank, setup.rank_of_one_piece}
+    if not setup.target or len(ranks) == 1:
+        return setup
+    try:
+        found = {rank: peaks(traced(replace(setup, at=rank, depth=FEW[0]))) for rank in ranks}
+    except LssError:  # it may count its layers itself
+        return setup
+    return replace(setup, at=max(ranks, key=lambda rank: max(peak.total for peak in found[rank])))
+
+
 def serial_plan(plan: Plan) -> Plan | None:
     """The same sequences of one data group on one rank, to compare with; None where it has too many blocks."""
     config = plan.setup.config
@@ -56,7 +69,7 @@ def serial_plan(plan: Plan) -> Plan | None:
         return None
     parallel = replace(config.parallel, sequence=1, data=1, strategy="lss", shard_parameters=False)
     attention = replace(config.attention, keep=True, chunks=1)
-    alone = replace(plan.setup, config=replace(config, parallel=parallel, attention=attention))
+    alone = replace(plan.setup, at=None, config=replace(config, parallel=parallel, attention=attention))
     return make_plan(alone, plan.hardware)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,7 @@ class Setup:
         keeps_gradients: Whether gradients, and the messages in which they are sent, stay in memory between steps, as
             torch's `zero_grad` and DistributedDataParallel used to keep them.
         depth: Layers to which each stack of them is cut; None for all.
+        at: The rank whose step it is, of the first sequence group; None for the busiest.
     """
 
     target: str
@@ -48,6 +50,7 @@ class Setup:
     foreach: bool | None = None
     keeps_gradients: bool = False
     depth: int | None = None
+    at: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -57,8 +60,19 @@ class Setup:
     @property
     def rank(self) -> int:
         """The busiest rank of the first sequence group: the one whose tokens see most, under a causal mask."""
-        layout = Layout.named(self.config.attention.layout, self.config.data.length, self.config.parallel.sequence)
-        return max(range(layout.num_ranks), key=lambda rank: sum(start + stop for start, stop in layout.spans[rank]))
+        if self.at is not None:
+            return self.at
+        return max(range(self.layout.num_ranks), key=lambda rank: sum(map(sum, self.layout.spans[rank])))
+
+    @property
+    def rank_of_one_piece(self) -> int:
+        """The rank whose tokens lie most in a row: it computes the largest blocks where all tokens see all."""
+        return max(range(self.layout.num_ranks), key=lambda rank: max(map(len, self.layout.pieces(rank)), default=0))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Of the sequences over the ranks."""
+        return Layout.named(self.config.attention.layout, self.config.data.length, self.config.parallel.sequence)
 
     def group(self, axis: str, ranks_per_node: int) -> Group:
         """The ranks of an axis, as they lie on nodes; `all` are those of the world."""
