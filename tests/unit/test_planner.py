@@ -12,7 +12,9 @@ from lss.errors import ConfigError
 from lss.ledger import Entry
 from lss.models import GPT
 from lss.plan import Hardware, Setup, WhatIf, make_plan
+from lss.plan.choice import command_of
 from lss.plan.command import bytes_of
+from lss.plan.hardware import Link
 from lss.plan.layers import num_like_layers
 from lss.plan.links import Group, seconds
 from lss.plan.plan import EXACTLY, _played, traced
@@ -75,7 +77,7 @@ def test_operations_are_those_of_torch():
     [
         ("all_gather", Group.of(6, 1, 6, 6), 5, 1.0),
         ("all_reduce", Group.of(6, 1, 6, 6), 2 * 2.584962500721156, 1.0),
-        ("reduce_scatter", Group.of(4, 1, 24, 6), 3, 1.0),
+        ("reduce_scatter", Group.of(3, 1, 24, 6), 2, 1.0),
     ],
 )
 def test_messages_inside_of_a_node(operation, group, steps, share):
@@ -89,6 +91,18 @@ def test_groups_share_the_link_of_a_node():
     assert (group.per_node, group.rivals, group.num_nodes) == (1, 6, 4)
     alone = Group.of(864, 1, 864, 6)
     assert (alone.per_node, alone.rivals, alone.num_nodes) == (6, 1, 144)
+    across = Group.of(4, 1, 24, 6)  # ranks 4 to 7 are on two nodes of 6, and all wait for them
+    assert (across.per_node, across.rivals, across.num_nodes) == (2, 2, 2)
+
+
+def test_overlap_hides_what_can_be_hidden():
+    setup, slow = setup_of(16, 4096), replace(V100, between=Link(1e-5, 2e9), node=Link(1e-5, 2e9))
+    told, whole = (
+        make_plan(setup, slow, WhatIf(overlap=True)),
+        _played(setup, traced(setup), slow, WhatIf(overlap=True)),
+    )
+    assert told.timeline.communication >= 0
+    assert told.timeline.total == pytest.approx(whole.timeline.total, rel=5e-3)
 
 
 def test_a_message_is_hidden_behind_what_is_computed():
@@ -189,12 +203,25 @@ def test_the_best_way_fits_and_is_the_fastest_of_its_plans(command, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(file.read_text())
-    assert found["is_settled"]
     assert found["num_candidates"] >= 100
     times = [plan["step_seconds"] for plan in found["best"]]
     assert times == sorted(times)
     assert all(plan["peak_bytes"] <= 3e9 for plan in found["best"])
     assert "lss train --model.preset gpt-20m" in found["command"]
+    first = found["best"][0]
+    setup = setup_of(4, 8192, data=first["data_groups"], batch=first["batch"], **first["attention"])
+    for changed in ({"keep": False}, {"keep": False, "chunks": 4}):  # by which messages may be hidden better
+        attention = replace(setup.config.attention, **changed)
+        other = make_plan(replace(setup, config=replace(setup.config, attention=attention)), V100)
+        assert other.timeline.total >= 0.99 * times[0]
+
+
+def test_the_command_starts_as_many_ranks_as_were_planned(command):
+    result = command("plan", "gpt-tiny", "--length", "128", "--ranks", "6", "--batch", "1", "--best")
+    assert result.returncode == 0, result.stderr
+    assert "torchrun --nnodes 1 --nproc-per-node 6 " in result.stdout
+    plan = make_plan(Setup("", replace(Config(), parallel=ParallelConfig(12)), "cuda"), Hardware.named("h100"))
+    assert command_of(plan).startswith("torchrun --nnodes 2 --nproc-per-node 6 ")
 
 
 SILLY = {

@@ -23,20 +23,21 @@ from lss.plan.report import gigabytes
 from lss.plan.result import Plan, WhatIf
 from lss.plan.setup import Setup
 
-# How near a plan that is left out may come to the first.
-NEAR = 1.01
-# Share of its time that a run takes at least when it is changed to take less memory: chunks hide messages better.
-GAIN = 0.97
+# Share of the first's time that a plan which is left out takes at least.
+NEAR = 0.99
 # Seconds after which the best plan so far is taken.
 PATIENCE = 48.0
+# Bounds of what is planned before all else: runs of each degree, and what takes least memory where these do not fit.
+FIRST, SECOND = -2.0, -1.0
 
 
 def best(setup: Setup, hardware: Hardware, what_if: WhatIf, console: Console) -> Best:
     """The fastest ways to run as many sequences a step over as many ranks.
 
-    What takes less memory takes hardly less time: keys and values gathered apart, again or in chunks, layers computed
-    again, parameters cut over the ranks. So these are planned where a run does not fit without them, the fastest first,
-    until ten fit and no other can come within 1 % of the first of these, or for some 40 seconds.
+    All degrees are planned first. Keys and values gathered apart, again or in chunks may hide messages; layers computed
+    again and parameters cut over the ranks are planned where a run does not fit without them. A run takes no less time
+    than the one it comes of computes: so they are planned in this order, until ten fit and no other can be more than
+    1 % faster than the first of these, or for some 50 seconds.
 
     Args:
         setup: The run; its data groups and batch say how many sequences a step has.
@@ -50,12 +51,12 @@ def best(setup: Setup, hardware: Hardware, what_if: WhatIf, console: Console) ->
     search = _Search(hardware.memory)
     starts = list(degrees(setup))
     for start in starts:
-        search.add(0.0, start)
+        search.add(FIRST, start)
     deadline = time.monotonic() + PATIENCE
     with _Planner(hardware, what_if, console) as planner:
         while not search.is_settled and (asked := search.next(planner.at_once)):
             search.take(planner.plan(asked))
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and search.has_begun:
                 break
     number = sum(len(reachable(start)) for start in starts)
     if not search.fitting:
@@ -102,19 +103,25 @@ class _Search:
                 self.refused[outcome] += 1
                 continue
             self.least = min(self.least, outcome.peak.total)
-            if outcome.peak.total <= self.memory:
+            fits = outcome.peak.total <= self.memory
+            for other in (smaller_attention if fits else smaller)(outcome.setup):
+                self.add(outcome.timeline.computation, other)
+            if fits:
                 self.fitting.append(outcome)
-                continue
-            for other in smaller(outcome.setup):
-                self.add(GAIN * outcome.timeline.total, other)
-            self._miss(outcome.setup)
+            else:
+                self._miss(outcome.setup)
 
     def _miss(self, setup: Setup) -> None:
         """A run does not fit: the smallest of its family tells whether any can."""
         least = smallest(setup)
         if setup == least:
             self._hopeless.add(family(setup))
-        self.add(0.0, least)
+        self.add(SECOND, least)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether all degrees were looked at."""
+        return not self.waiting or self.waiting[0][0] > FIRST
 
     @property
     def is_settled(self) -> bool:
@@ -177,7 +184,9 @@ def degrees(setup: Setup) -> Iterator[Setup]:
         if ranks % groups or sequences % groups or ranks // groups > config.data.length:
             continue
         parallel = replace(config.parallel, sequence=ranks // groups, data=groups, shard_parameters=False)
-        train = replace(config.train, batch=sequences // groups, recompute=False)
+        batch = sequences // groups
+        accumulation = min(batch, config.train.accumulation)
+        train = replace(config.train, batch=batch, accumulation=accumulation, recompute=False)
         attention = replace(config.attention, keep=True, chunks=1)
         for one in [replace(attention, gather=gather) for gather in ("x", "kv")] if groups < ranks else [attention]:
             yield replace(setup, config=replace(config, attention=one, parallel=parallel, train=train))
@@ -205,9 +214,16 @@ def smaller(setup: Setup) -> Iterator[Setup]:
         yield replace(setup, config=replace(config, train=replace(config.train, recompute=True)))
     if not config.parallel.shard_parameters and setup.num_ranks > 1:
         yield replace(setup, config=replace(config, parallel=replace(config.parallel, shard_parameters=True)))
-    if config.parallel.sequence > 1:
-        for attention in _smaller_attention(config.attention):
-            yield replace(setup, config=replace(config, attention=attention))
+    yield from smaller_attention(setup)
+
+
+def smaller_attention(setup: Setup) -> Iterator[Setup]:
+    """The same of what is gathered: chunks and what is gathered again may hide messages better, too."""
+    config = setup.config
+    if config.parallel.sequence == 1:
+        return
+    for attention in _smaller_attention(config.attention):
+        yield replace(setup, config=replace(config, attention=attention))
 
 
 def _smaller_attention(attention: AttentionConfig) -> Iterator[AttentionConfig]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from lss import page
 from lss.config import Config
 from lss.page import Paragraph, Table
 from lss.plan.report import gigabytes, to_dict
-from lss.plan.result import Plan
+from lss.plan.result import Plan, WhatIf
 
 SHOWN = 10
 
@@ -42,7 +42,7 @@ class Best:
     def show(self, console: Console) -> None:
         """Print the ten best, why the first wins, and the command that runs it."""
         page.show([self.table(), *(Paragraph(text) for text in self.told())], console)
-        console.print(command_of(self.plans[0]), style="bold", soft_wrap=True)
+        console.print(command_of(self.plans[0]), style="bold", soft_wrap=True, markup=False)
 
     def table(self) -> Table:
         """The ten best."""
@@ -52,10 +52,12 @@ class Best:
 
     def told(self) -> list[str]:
         """How far the search went, what was refused, and why the first wins."""
-        end = "no other can come within 1 % of the first" if self.is_settled else "the search ended before the others"
+        end = "no other can be more than 1 % faster" if self.is_settled else "the search ended before the others"
         number, planned = self.num_candidates, self.num_planned
         said = [f"{number} candidates for {gigabytes(self.memory)}, {planned} planned: {end}"]
         said += [f"{number} x {message}" for message, number in self.refused.items()]
+        if self.plans[0].what_if != WhatIf():
+            said.append("planned with what-ifs: a run is without them")
         return [*said, self.why()]
 
     def why(self) -> str:
@@ -130,8 +132,8 @@ def command_of(plan: Plan) -> str:
         extra += "; checkpoint its layers" if config.train.recompute else ""
         mesh = f"mesh = lss.init_mesh(sequence={parallel.sequence}, data={parallel.data})"
         return f"{mesh}; model = lss.parallelize(model, mesh, {told}){extra}"
-    node = min(ranks, plan.hardware.ranks_per_node)
-    start = f"torchrun --nnodes {math.ceil(ranks / node)} --nproc-per-node {node} -m lss" if ranks > 1 else "lss"
+    node = max(number for number in range(1, plan.hardware.ranks_per_node + 1) if ranks % number == 0)
+    start = f"torchrun --nnodes {ranks // node} --nproc-per-node {node} -m lss" if ranks > 1 else "lss"
     return " ".join([start, "train", *_flags(config)])
 
 
@@ -141,4 +143,4 @@ def _flags(config: Config) -> Iterator[str]:
     for section, keys in given.items():
         for key, value in keys.items():
             if value != usual[section][key]:
-                yield f"--{section}.{key} {str(value).lower() if isinstance(value, bool) else value}"
+                yield f"--{section}.{key} {quote(str(value).lower() if isinstance(value, bool) else str(value))}"

@@ -136,6 +136,7 @@ class Hardware:
             raise ConfigError(f"{self.name}: rates.product without fp32", allowed="fp32, and perhaps bf16 and fp64")
         tables = {f"rates.{name}": (getattr(rates, name), kinds) for name in ("product", "batched", "attention")}
         tables["collectives"] = (self.collectives, set(_OPERATIONS))
+        tables["factors"] = (self.factors, {*_OPERATIONS, "send", "fetch", "all_to_all"})
         for name, (given, known) in tables.items():
             if unknown := sorted(set(given) - known):
                 raise ConfigError(f"{self.name}: {name}.{unknown[0]}", allowed=", ".join(sorted(known)))
@@ -144,6 +145,7 @@ class Hardware:
         """By key: those that have to be above 0, and those that may be 0."""
         rates = self.rates
         speeds = {"memory": self.memory, "rates.memory": rates.memory, "rates.backward": rates.backward}
+        speeds |= {f"factors.{name}": factor for name, factor in self.factors.items()}
         for name in ("product", "batched", "attention", "passes"):
             speeds |= {f"rates.{name}.{key}": rate for key, rate in getattr(rates, name).items()}
         times = {"rates.operator": rates.operator, "rates.kernel": rates.kernel, "jitter": self.jitter}

@@ -84,4 +84,11 @@ def extrapolated(setup: Setup, few: Plan, more: Plan, number: int) -> Plan:
         one, other = getattr(few.timeline, name), getattr(more.timeline, name)
         spent[name] = one + number * (other - one)
     flops = grown(few.flops, more.flops)
-    return Plan(setup, few.hardware, peaks, flops, tuple(messages), Timeline(**spent), few.what_if)
+    plan = Plan(setup, few.hardware, peaks, flops, tuple(messages), Timeline(**spent), few.what_if)
+    return overlapped(plan) if plan.what_if.overlap else plan
+
+
+def overlapped(plan: Plan) -> Plan:
+    """The same with all messages behind computation, as far as there is any."""
+    sent = sum(message.seconds for message in plan.messages)
+    return replace(plan, timeline=replace(plan.timeline, communication=max(0.0, sent - plan.timeline.computation)))

@@ -24,7 +24,7 @@ class Group:
 
     @classmethod
     def of(cls, size: int, stride: int, num_ranks: int, ranks_per_node: int) -> Group:
-        """Ranks 0, stride, 2 * stride, ... of a world.
+        """Ranks as 0, stride, 2 * stride, ... of a world: of such groups the one that lies on most nodes.
 
         Args:
             size: N.
@@ -32,9 +32,13 @@ class Group:
             num_ranks: Of the world.
             ranks_per_node: Of a node.
         """
-        per_node = max(1, min(size, ranks_per_node // stride))
         on_node = min(num_ranks, ranks_per_node)
-        return cls(size, per_node, max(1, on_node // per_node))
+        if stride > 1:
+            per_node = max(1, min(size, ranks_per_node // stride))
+            return cls(size, per_node, max(1, on_node // per_node))
+        firsts = {start % ranks_per_node for start in range(0, min(num_ranks, size * ranks_per_node), size)}
+        nodes = max(math.ceil((first + size) / ranks_per_node) for first in firsts)
+        return cls(size, math.ceil(size / nodes), 1 if firsts == {0} else 2)  # two groups at the edge of a node
 
     @property
     def num_nodes(self) -> int:

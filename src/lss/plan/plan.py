@@ -9,7 +9,7 @@ from functools import lru_cache
 from lss.errors import LssError
 from lss.ledger import Entry
 from lss.plan.hardware import Algorithm, Hardware
-from lss.plan.layers import FEW, extrapolated, num_like_layers
+from lss.plan.layers import FEW, extrapolated, num_like_layers, overlapped
 from lss.plan.links import seconds
 from lss.plan.memory import peaks
 from lss.plan.result import Message, Plan, WhatIf
@@ -85,9 +85,8 @@ def _played(setup: Setup, trace: Trace, hardware: Hardware, what_if: WhatIf) -> 
         return seconds(machine, entry.operation, sent, setup.group(entry.axis, machine.ranks_per_node))
 
     line = play(trace.events, machine, seconds_of, setup.num_ranks, what_if.straggler)
-    if what_if.overlap:
-        line.communication = max(0.0, sum(line.in_messages.values()) - line.computation)
-    return Plan(setup, hardware, tuple(peaks(trace)), trace.flops, _messages(trace, line), line, what_if)
+    plan = Plan(setup, hardware, tuple(peaks(trace)), trace.flops, _messages(trace, line), line, what_if)
+    return overlapped(plan) if what_if.overlap else plan
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,7 @@ class Planned:
     def show(self, console: Console) -> None:
         """Print it."""
         for line in filter(None, (self.found, asked(self.plan))):
-            console.print(line, style="bold", highlight=False)
+            console.print(line, style="bold", highlight=False, markup=False)
         console.print()
         tables = memory(self.plan), messages(self.plan), step(self.plan, self.base)
         page.show([*tables, *verdict(self.plan)], console)

@@ -14,9 +14,9 @@ from lss.plan.report import gigabytes
 from lss.plan.result import Plan, WhatIf
 from lss.plan.setup import Setup
 
-# Lengths are found to within this share.
+# Lengths are found to within this share, and looked for up to this one.
 PRECISION = 0.005
-LONGEST = 2**40
+LONGEST = 2**26
 
 
 def longest(setup: Setup, hardware: Hardware, what_if: WhatIf, console: Console) -> Plan:
@@ -65,7 +65,7 @@ def _bracket(planned: Any, start: int, memory: float) -> tuple[Plan, Plan | None
         start = max(1, start // 4)
         plan = planned(start)
         fits, too_long = (plan, too_long) if plan.peak.total <= memory else (None, plan)
-    while too_long is None and start * 2 <= LONGEST:
+    while too_long is None and plan.setup.config.data.length * 2 <= LONGEST:
         start *= 2
         plan = planned(start)
         fits, too_long = (plan, None) if plan.peak.total <= memory else (fits, plan)
