@@ -27,12 +27,19 @@ class Job:
 _AS_TRAIN = "as attention.%(dest)s of lss train (default %(default)s)"
 
 
-def add_attention(made: ArgumentParser) -> None:
-    """Add the flags of `attention_of`."""
-    for name in ("gather", "kernel", "layout"):
+def add_attention(made: ArgumentParser, **defaults: None) -> None:
+    """Add the flags of `attention_of`.
+
+    Args:
+        made: The parser.
+        defaults: None for flags that are told apart from their defaults, by name.
+    """
+    for name in ("gather", "kernel", "layout", "chunks"):
         kind = get_type_hints(AttentionConfig)[name]
-        made.add_argument(f"--{name}", choices=get_args(kind), default=getattr(AttentionConfig, name), help=_AS_TRAIN)
-    made.add_argument("--chunks", type=int, default=1, help=_AS_TRAIN)
+        how = {"type": int} if kind is int else {"choices": get_args(kind)}
+        default = defaults.get(name, getattr(AttentionConfig, name))
+        text = _AS_TRAIN if default is not None else "as attention.%(dest)s of lss train (default: as the target says)"
+        made.add_argument(f"--{name}", default=default, help=text, **how)
     made.add_argument("--regather", action="store_true", help="gather again in backward: attention.keep false")
 
 

@@ -216,6 +216,22 @@ def test_the_best_way_fits_and_is_the_fastest_of_its_plans(command, tmp_path):
         assert other.timeline.total >= 0.99 * times[0]
 
 
+def test_a_file_is_planned_as_it_says_but_for_flags(command, tmp_path):
+    file, found = tmp_path / "run.toml", tmp_path / "plan.json"
+    file.write_text(
+        '[model]\npreset = "gpt-tiny"\n[data]\nlength = 64\n'
+        '[parallel]\nsequence = 2\ndata = 2\nstrategy = "concatenated"\nshard_parameters = true\n'
+        '[attention]\ngather = "kv"\nkeep = false\nchunks = 2\nlayout = "contiguous"\n'
+    )
+    result = command("plan", str(file), "--chunks", "4", "--data-groups", "1", "--json", str(found))
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(found.read_text())
+    assert (plan["sequence"], plan["data_groups"]) == (2, 1)
+    assert (plan["strategy"], plan["shard_parameters"]) == ("concatenated", True)
+    attention = {"gather": "kv", "kernel": "auto", "keep": False, "chunks": 4, "layout": "contiguous"}
+    assert plan["attention"] == attention
+
+
 def test_the_command_starts_as_many_ranks_as_were_planned(command):
     result = command("plan", "gpt-tiny", "--length", "128", "--ranks", "6", "--batch", "1", "--best")
     assert result.returncode == 0, result.stderr

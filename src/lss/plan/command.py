@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from rich.console import Console
 
-from lss.command import add_attention, attention_of, check_reports, natural, write, write_json
-from lss.config import Config, ParallelConfig, TrainConfig
+from lss.command import add_attention, check_reports, natural, write, write_json
+from lss.config import AttentionConfig, Config, ParallelConfig, TrainConfig
 from lss.errors import ConfigError
 from lss.flags import check
 from lss.plan.best import best
@@ -71,7 +71,8 @@ def setup_of(given: Namespace, hardware: Hardware) -> Setup:
     """The run that flags describe."""
     is_function = ":" in given.target
     config = Config() if is_function else config_of(given.target, "plan")
-    ranks, groups = natural("ranks", given.ranks), natural("data_groups", given.data_groups)
+    groups = natural("data_groups", given.data_groups or config.parallel.data)
+    ranks = natural("ranks", given.ranks if given.ranks is not None else groups * config.parallel.sequence)
     if ranks % groups:
         raise ConfigError(f"{ranks} ranks in {groups} data groups", allowed="data groups that divide the ranks")
     length = natural("length", given.length if given.length is not None else config.data.length)
@@ -79,8 +80,12 @@ def setup_of(given: Namespace, hardware: Hardware) -> Setup:
         raise ConfigError(
             f"{ranks // groups} ranks for a sequence of {length} tokens", allowed="at least one token a rank"
         )
-    parallel = ParallelConfig(
-        ranks // groups, groups, "auto", strategy=given.strategy, shard_parameters=given.shard_parameters
+    parallel = replace(
+        config.parallel,
+        sequence=ranks // groups,
+        data=groups,
+        strategy=given.strategy or config.parallel.strategy,
+        shard_parameters=given.shard_parameters or config.parallel.shard_parameters,
     )
     train = replace(
         config.train,
@@ -88,12 +93,22 @@ def setup_of(given: Namespace, hardware: Hardware) -> Setup:
         precision=given.precision or config.train.precision,
         recompute=given.recompute or config.train.recompute,
     )
-    attention = attention_of(given)
+    attention = _attention_of(given, config.attention)
     planned = replace(
         config, data=replace(config.data, length=length), parallel=parallel, train=train, attention=attention
     )
     check(planned)
     return Setup(given.target if is_function else "", planned, hardware.device)
+
+
+def _attention_of(given: Namespace, usual: AttentionConfig) -> AttentionConfig:
+    """As the target says, but for what flags say."""
+    told: dict[str, Any] = {
+        name: getattr(given, name) for name in ("gather", "kernel", "layout") if getattr(given, name) is not None
+    }
+    if given.chunks is not None:
+        told["chunks"] = natural("chunks", given.chunks)
+    return replace(usual, keep=usual.keep and not given.regather, **told)
 
 
 def what_if_of(given: Namespace) -> WhatIf:
@@ -128,18 +143,18 @@ def _flags() -> ArgumentParser:
         "rank's real step on tensors without values.",
     )
     made.add_argument("target", help="a preset, a .toml file, or module:function, which returns a model and a batch")
-    made.add_argument("--ranks", type=int, default=1, help="of the run (default 1)")
-    made.add_argument("--data-groups", type=int, default=1, help="into which they are divided (default 1)")
+    made.add_argument("--ranks", type=int, help="of the run (default: as the target says)")
+    made.add_argument("--data-groups", type=int, help="into which they are divided (default: as the target says)")
     made.add_argument("--ranks-per-node", type=int, help="of a node (default: as the hardware says)")
     made.add_argument("--length", type=int, help="tokens of a sequence (default: as the target says)")
     made.add_argument("--batch", type=int, help="sequences a data group and step (default: as the target says)")
     precisions = get_args(get_type_hints(TrainConfig)["precision"])
     made.add_argument("--precision", choices=precisions, help="as train.precision (default: as the target says)")
     strategies = get_args(get_type_hints(ParallelConfig)["strategy"])
-    made.add_argument("--strategy", choices=strategies, default="lss", help="as parallel.strategy (default lss)")
+    made.add_argument("--strategy", choices=strategies, help="as parallel.strategy (default: as the target says)")
     made.add_argument("--recompute", action="store_true", help="compute layers again in backward: train.recompute")
     made.add_argument("--shard-parameters", action="store_true", help="over all ranks: parallel.shard_parameters")
-    add_attention(made)
+    add_attention(made, **dict.fromkeys(("gather", "kernel", "layout", "chunks")))
     names = ", ".join(sorted(shipped()))
     made.add_argument("--hardware", default="h100", help=f"{names}, or a TOML file (default h100)")
     made.add_argument(
