@@ -12,7 +12,7 @@ from lss.attention import attention_layers, mask_of
 from lss.batch import Cut
 from lss.context import context_of, is_parallelized
 from lss.dropout import PositionDropout
-from lss.gradients import cut_parameters, replicated_parameters
+from lss.gradients import cut_parameters, parts_of_ranks, replicated_parameters
 from lss.models.positions import LearnedPositions
 from lss.positions import ShardedPositions
 from lss.refusals import default_cut, refusals
@@ -85,12 +85,14 @@ def _positions(model: nn.Module, cut: Cut) -> Iterator[str]:
 
 
 def _parameters(model: nn.Module) -> Iterator[str]:
-    shared = replicated_parameters(model) if is_parallelized(model) else list(model.parameters())
-    tables = {id(weight) for kind in (ShardedPositions, LearnedPositions) for weight in _of(model, kind)}
+    is_ready = is_parallelized(model)
+    tables = list(_of(model, LearnedPositions))
+    known = {id(weight) for weight in tables}
+    others = [weight for weight in model.parameters() if id(weight) not in known]
     for name, weights in {
-        "averaged over all ranks": [weight for weight in shared if id(weight) not in tables],
+        "averaged over all ranks": replicated_parameters(model) if is_ready else others,
         "cut over all ranks by fully_shard": cut_parameters(model),
-        "averaged over the data groups": [weight for weight in model.parameters() if id(weight) in tables],
+        "averaged over the data groups": parts_of_ranks(model) if is_ready else tables,
         "frozen": [weight for weight in model.parameters() if not weight.requires_grad],
     }.items():
         if weights:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lss.collectives import Axis
-from lss.context import SequenceContext, context_of
+from lss.context import SequenceContext, context_of, is_parallelized
 from lss.errors import ModelError
 from lss.fully_sharded import is_cut, like, num_copies, own_part, require_summed, settle, whole
 from lss.positions import ShardedPositions
@@ -29,7 +29,8 @@ def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def cut_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Weights that `fully_shard` has cut over ranks, and whose gradients it sums."""
-    return [] if context_of(model).is_tensor_parallel else [weight for weight in model.parameters() if is_cut(weight)]
+    is_tensor_parallel = is_parallelized(model) and context_of(model).is_tensor_parallel
+    return [] if is_tensor_parallel else [weight for weight in model.parameters() if is_cut(weight)]
 
 
 def parts_of_ranks(model: nn.Module) -> list[nn.Parameter]:

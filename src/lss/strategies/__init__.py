@@ -32,8 +32,10 @@ def parallelize_as(strategy: StrategyName, model: nn.Module, mesh: DeviceMesh | 
         options: The same.
 
     Raises:
-        ModelError: The strategy does not take the model, or so many ranks.
+        ModelError: There is no such strategy, or it does not take the model, or so many ranks.
     """
+    if strategy not in _STRATEGIES:
+        raise ModelError(f"strategy={strategy!r}", allowed=", ".join(_STRATEGIES))
     return _STRATEGIES[strategy](model, mesh, **options)
 
 

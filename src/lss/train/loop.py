@@ -57,7 +57,7 @@ class Trainer:
         plain = GPT(config.gpt())
         plain = (plain.double() if config.train.precision == "fp64" else plain).to(device)
         torch.use_deterministic_algorithms(config.train.deterministic)
-        model = prepare(plain, mesh, config)
+        model = agree(lambda: prepare(plain, mesh, config))
         optimizer, scheduler = make_optimizer(model, config.train, foreach=device.type == "cuda")
         return cls(config, mesh, model, context_of(model), sampler, optimizer, scheduler, device)
 
