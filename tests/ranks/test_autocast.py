@@ -122,3 +122,19 @@ def test_autocast_in_recomputation_and_evaluation(ranks, name):
     for weight, gradient in grads.items():
         assert torch.equal(grads_again[weight], gradient), weight
     assert torch.equal(ranks.run(over_ranks, RANKS, name, torch.float32, "evaluated")[0][0], logits)
+
+
+def test_deep_models_are_tried_by_what_16_bits_can_tell(command, tmp_path):
+    """Float32 sums of products in 16 bits differ by the rounding of these."""
+    told = (
+        "--train.steps",
+        "1",
+        "--train.precision",
+        "bf16",
+        "--parallel.sequence",
+        "2",
+        "--train.eval_sequences",
+        "1",
+    )
+    result = command("train", *told, "--run.folder", str(tmp_path / "run"))
+    assert result.returncode == 0, result.stderr

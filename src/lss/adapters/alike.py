@@ -52,7 +52,7 @@ def _of_tokens(whole: Tensor, first: Tensor, second: Tensor, dim: int, halves: t
         ]
         joined = torch.cat(pieces[1:])
         # rounding may send a token elsewhere in 16 bits: then those next to the middle tell
-        places = slice(None) if whole.element_size() > 2 else slice(halves[0] - 1, halves[0] + 1)
+        places = slice(None) if not _is_coarse(whole) else slice(halves[0] - 1, halves[0] + 1)
         if _equal(pieces[0][places], joined[places]):
             return True
     return False
@@ -64,7 +64,7 @@ def _same_rows(whole: Tensor, first: Tensor, second: Tensor) -> bool:
         return True
     rows, others = (_flat(part) for part in (whole, torch.cat((first, second))))
     mixer = torch.randn(rows.size(1), 64, dtype=rows.dtype, generator=torch.Generator().manual_seed(0)).to(rows.device)
-    enough = 1.0 if whole.element_size() > 2 else 0.5  # rounding may send a token elsewhere in 16 bits
+    enough = 0.5 if _is_coarse(whole) else 1.0  # rounding may send a token elsewhere in 16 bits
     shares = (
         _agree(one, other[_nearest(one @ mixer, other @ mixer)], _within(whole)).double().mean()
         for one, other in ((rows, others), (others, rows))
@@ -101,4 +101,12 @@ def _agree(one: Tensor, other: Tensor, within: float) -> Tensor:
 
 def _within(values: Tensor) -> float:
     """By how much of the largest value of a token it may differ: rounding, in its dtype."""
-    return _WITHIN.get(values.dtype, 0.0 if not values.is_floating_point() else _WITHIN_16_BIT)
+    if _is_coarse(values):
+        return _WITHIN_16_BIT
+    return _WITHIN.get(values.dtype, 0.0)
+
+
+def _is_coarse(values: Tensor) -> bool:
+    """Whether products that values come of are rounded to 16 bits."""
+    cast = torch.is_autocast_enabled(values.device.type) and values.dtype == torch.float32
+    return cast or (values.is_floating_point() and values.element_size() <= 2)
