@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -24,30 +24,32 @@ class Job:
     words: str  # what must be the same on every rank, beside the configuration
 
 
-_AS_TRAIN = "as attention.%(dest)s of lss train (default %(default)s)"
-
-
-def add_attention(made: ArgumentParser, **defaults: None) -> None:
+def add_attention(made: ArgumentParser, *, as_target: bool = False) -> None:
     """Add the flags of `attention_of`.
 
     Args:
         made: The parser.
-        defaults: None for flags that are told apart from their defaults, by name.
+        as_target: Whether a flag that is not given leaves what the target says.
     """
     for name in ("gather", "kernel", "layout", "chunks"):
         kind = get_type_hints(AttentionConfig)[name]
         how = {"type": int} if kind is int else {"choices": get_args(kind)}
-        default = defaults.get(name, getattr(AttentionConfig, name))
-        text = _AS_TRAIN if default is not None else "as attention.%(dest)s of lss train (default: as the target says)"
-        made.add_argument(f"--{name}", default=default, help=text, **how)
+        default = None if as_target else getattr(AttentionConfig, name)
+        usual = "as the target says" if as_target else default
+        made.add_argument(
+            f"--{name}", default=default, help=f"as attention.{name} of lss train (default {usual})", **how
+        )
     made.add_argument("--regather", action="store_true", help="gather again in backward: attention.keep false")
 
 
-def attention_of(given: Namespace) -> AttentionConfig:
-    """How attention is computed, from flags."""
-    return AttentionConfig(
-        given.gather, given.kernel, not given.regather, natural("chunks", given.chunks), given.layout
-    )
+def attention_of(given: Namespace, usual: AttentionConfig | None = None) -> AttentionConfig:
+    """How attention is computed, from flags; where one is not given, as `usual`."""
+    usual = usual or AttentionConfig()
+    flags = {name: getattr(given, name) for name in ("gather", "kernel", "layout", "chunks")}
+    told = {name: value for name, value in flags.items() if value is not None}
+    if "chunks" in told:
+        natural("chunks", told["chunks"])
+    return replace(usual, keep=usual.keep and not given.regather, **told)
 
 
 def natural(name: str, value: object) -> int:

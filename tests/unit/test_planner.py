@@ -250,6 +250,7 @@ SILLY = {
     "a target that reads values at once": (("tests.planned:choosing", "--length", "64"), "choosing reads values"),
     "a model that is converted": (("tests.planned:converted", "--length", "64"), "converted is converted"),
     "labels that are a list": (("tests.planned:listed", "--length", "64"), "returned labels of []"),
+    "no data groups": (("gpt-tiny", "--length", "64", "--data-groups", "0"), "data_groups = 0"),
     "a target of another length": (("tests.planned:fixed", "--length", "64"), "returned labels of [1, 32]"),
     "no ranks": (("gpt-tiny", "--ranks", "0"), "ranks = 0"),
     "groups that do not divide": (("gpt-tiny", "--ranks", "6", "--data-groups", "4"), "6 ranks in 4 data groups"),

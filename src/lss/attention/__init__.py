@@ -11,13 +11,12 @@ from lss.attention.layer import (
     bias_of,
     mask_of,
 )
-from lss.attention.schedule import STRATEGIES, Schedule, Strategy
+from lss.attention.schedule import Schedule, Strategy
 from lss.attention.sources import GATHERS, Gather
 
 __all__ = [
     "GATHERS",
     "PROJECTIONS",
-    "STRATEGIES",
     "AttentionLayer",
     "DistributedAttention",
     "Gather",

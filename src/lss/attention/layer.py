@@ -144,7 +144,7 @@ class Route:
             source=source,
             sinks=sinks,
             inputs=inputs,
-            tell=partial(context.choices.setdefault, self.name),
+            tell=None if self.name in context.choices else partial(context.choices.setdefault, self.name),
         )
 
     def is_of_source(self, num_keys: int) -> bool:

@@ -28,7 +28,7 @@ def run(
     source: Source | None = None,
     sinks: Tensor | None = None,
     inputs: tuple[Tensor, ...] = (),
-    tell: Callable[[str], object] = lambda choice: None,
+    tell: Callable[[str], object] | None = None,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks: [B, H, S, D], in the dtype of the query.
 
@@ -41,7 +41,7 @@ def run(
         source: What is gathered; None for keys and values.
         sinks: [H], a score a head that every query sees besides, without a value.
         inputs: What the source needs besides.
-        tell: Told how it is computed, in a line.
+        tell: Told how it is computed, in a line; None for nobody.
 
     Raises:
         LssError: Tensors, mask and bias do not fit each other, or what was chosen cannot do it.
@@ -50,16 +50,18 @@ def run(
     query, key, value = tensors
     if schedule.strategy == "ulysses" and axis.size > 1:
         alone, serial = replace(axis, size=1, rank=0, group=None), replace(schedule, strategy="lss")
+        tell_more = tell and (lambda choice: tell(f"by heads, {choice}"))
 
         def on_heads(tensors: Tensors, scene: Scene, sinks: Tensor | None) -> Tensor:
-            return run(serial, scene, tensors, alone, name, sinks=sinks, tell=lambda one: tell(f"by heads, {one}"))
+            return run(serial, scene, tensors, alone, name, sinks=sinks, tell=tell_more)
 
         return attend_by_heads(tensors, scene, sinks, axis, name, on_heads)
     if schedule.strategy == "lightseq" and axis.size > 1:
         require_order(scene, name)
     separate = schedule.gather == "separate" or key.size(-1) != value.size(-1)  # what is packed has one width
     call = prepare(schedule, scene, tensors, source or KeyValue(separate), axis, name)
-    tell(describe(call))
+    if tell:
+        tell(describe(call))
     if call.is_stored:
         return attend_stored(query, key, value, call, sinks, inputs)
     if schedule.strategy == "lightseq":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,25 +15,12 @@ from lss.collectives import Axis
 Wait = Callable[[], Tensor]
 
 
-class Transport(Protocol):
-    """One call's messages, in forward or in backward. Each is [S, B, ...] of this rank's tokens."""
-
-    def arriving(self, messages: list[Tensor]) -> Iterator[tuple[Chunk, list[Tensor]]]:
-        """Each chunk as it arrives; the first is on its way at once, the next ones while one is computed."""
-
-    def send_back(self, gradients: list[Tensor]) -> None:
-        """Send the gradients of the chunk that came last to whoever sent it."""
-
-    def received_back(self) -> list[Tensor]:
-        """Gradients of this rank's messages, of all ranks; empty where nothing was sent."""
-
-
 @dataclass
-class Gathered:
-    """The paper's: an all-gather a chunk forward, a reduce-scatter back; at most one of each is on its way.
+class Transport(ABC):
+    """One call's messages, in forward or in backward. Each is [S, B, ...] of this rank's tokens.
 
     Args:
-        chunks: Slots [start, stop) of every rank's segment.
+        chunks: What arrives, in order.
         axis: The sequence axis.
         layer: Its name, for the ledger.
         phase: `forward` or `backward`.
@@ -43,6 +30,27 @@ class Gathered:
     axis: Axis
     layer: str
     phase: str
+
+    @abstractmethod
+    def arriving(self, messages: list[Tensor]) -> Iterator[tuple[Chunk, list[Tensor]]]:
+        """Each chunk as it arrives; the first is on its way at once, the next ones while one is computed."""
+
+    @abstractmethod
+    def send_back(self, gradients: list[Tensor]) -> None:
+        """Send the gradients of the chunk that came last to whoever sent it."""
+
+    @abstractmethod
+    def received_back(self) -> list[Tensor]:
+        """Gradients of this rank's messages, of all ranks; empty where nothing was sent."""
+
+
+@dataclass
+class Gathered(Transport):
+    """The paper's: an all-gather a chunk forward, a reduce-scatter back; at most one of each is on its way.
+
+    A chunk is the slots [start, stop) of every rank's segment.
+    """
+
     parts: list[list[Tensor]] = field(default_factory=list)  # of each chunk, a gradient [S / c, B, ...] of each message
     pending: list[Wait] = field(default_factory=list)
 
@@ -80,23 +88,13 @@ class Gathered:
 
 
 @dataclass
-class Passed:
+class Passed(Transport):
     """Ring attention (Li et al., 2021; Liu et al., 2023): every rank hands on to the next what it had last.
 
     N - 1 sends bring the segments of all ranks, the nearest before this one first. Their gradients follow them, each
-    rank adding its own, and come home with the N-1st send.
-
-    Args:
-        chunks: Of each step the whole segment of one rank.
-        axis: The sequence axis.
-        layer: Its name, for the ledger.
-        phase: `forward` or `backward`.
+    rank adding its own, and come home with the N-1st send. A chunk is the whole segment of one rank.
     """
 
-    chunks: tuple[Chunk, ...]
-    axis: Axis
-    layer: str
-    phase: str
     pending: Callable[[], list[Tensor]] | None = None
 
     def arriving(self, messages: list[Tensor]) -> Iterator[tuple[Chunk, list[Tensor]]]:

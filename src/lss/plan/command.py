@@ -5,12 +5,12 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from rich.console import Console
 
-from lss.command import add_attention, check_reports, natural, write, write_json
-from lss.config import AttentionConfig, Config, ParallelConfig, TrainConfig
+from lss.command import add_attention, attention_of, check_reports, natural, write, write_json
+from lss.config import Config, ParallelConfig, TrainConfig
 from lss.errors import ConfigError
 from lss.flags import check
 from lss.plan.best import best
@@ -71,7 +71,7 @@ def setup_of(given: Namespace, hardware: Hardware) -> Setup:
     """The run that flags describe."""
     is_function = ":" in given.target
     config = Config() if is_function else config_of(given.target, "plan")
-    groups = natural("data_groups", given.data_groups or config.parallel.data)
+    groups = natural("data_groups", config.parallel.data if given.data_groups is None else given.data_groups)
     ranks = natural("ranks", given.ranks if given.ranks is not None else groups * config.parallel.sequence)
     if ranks % groups:
         raise ConfigError(f"{ranks} ranks in {groups} data groups", allowed="data groups that divide the ranks")
@@ -93,22 +93,12 @@ def setup_of(given: Namespace, hardware: Hardware) -> Setup:
         precision=given.precision or config.train.precision,
         recompute=given.recompute or config.train.recompute,
     )
-    attention = _attention_of(given, config.attention)
+    attention = attention_of(given, config.attention)
     planned = replace(
         config, data=replace(config.data, length=length), parallel=parallel, train=train, attention=attention
     )
     check(planned)
     return Setup(given.target if is_function else "", planned, hardware.device)
-
-
-def _attention_of(given: Namespace, usual: AttentionConfig) -> AttentionConfig:
-    """As the target says, but for what flags say."""
-    told: dict[str, Any] = {
-        name: getattr(given, name) for name in ("gather", "kernel", "layout") if getattr(given, name) is not None
-    }
-    if given.chunks is not None:
-        told["chunks"] = natural("chunks", given.chunks)
-    return replace(usual, keep=usual.keep and not given.regather, **told)
 
 
 def what_if_of(given: Namespace) -> WhatIf:
@@ -154,7 +144,7 @@ def _flags() -> ArgumentParser:
     made.add_argument("--strategy", choices=strategies, help="as parallel.strategy (default: as the target says)")
     made.add_argument("--recompute", action="store_true", help="compute layers again in backward: train.recompute")
     made.add_argument("--shard-parameters", action="store_true", help="over all ranks: parallel.shard_parameters")
-    add_attention(made, **dict.fromkeys(("gather", "kernel", "layout", "chunks")))
+    add_attention(made, as_target=True)
     names = ", ".join(sorted(shipped()))
     made.add_argument("--hardware", default="h100", help=f"{names}, or a TOML file (default h100)")
     made.add_argument(

@@ -17,6 +17,8 @@ from lss.plan.trace import Operator
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
+# Messages that need no algorithm: each goes straight to its rank.
+DIRECT = ("send", "fetch", "all_to_all")
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
@@ -136,7 +138,7 @@ class Hardware:
             raise ConfigError(f"{self.name}: rates.product without fp32", allowed="fp32, and perhaps bf16 and fp64")
         tables = {f"rates.{name}": (getattr(rates, name), kinds) for name in ("product", "batched", "attention")}
         tables["collectives"] = (self.collectives, set(_OPERATIONS))
-        tables["factors"] = (self.factors, {*_OPERATIONS, "send", "fetch", "all_to_all"})
+        tables["factors"] = (self.factors, {*_OPERATIONS, *DIRECT})
         for name, (given, known) in tables.items():
             if unknown := sorted(set(given) - known):
                 raise ConfigError(f"{self.name}: {name}.{unknown[0]}", allowed=", ".join(sorted(known)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lss.plan.hardware import Algorithm, Hardware
+from lss.plan.hardware import DIRECT, Algorithm, Hardware
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def seconds(hardware: Hardware, operation: str, num_bytes: float, group: Group) 
     if group.size == 1:
         return 0.0
     factor = hardware.factors.get(operation, 1.0)
-    if operation in ("send", "fetch", "all_to_all"):
+    if operation in DIRECT:
         return factor * _direct(hardware, operation, num_bytes, group)
     rounds = 2 if operation == "all_reduce" else 1
     algorithm = hardware.collectives.get(operation, "ring")

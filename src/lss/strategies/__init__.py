@@ -9,7 +9,10 @@ from typing import Any, Literal, get_args
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lss.collectives import Axis
 from lss.errors import ModelError
+from lss.ledger import Ledger
+from lss.mesh import SEQUENCE
 from lss.parallelize import parallelize
 from lss.strategies.concatenated import parallelize_concatenated
 from lss.strategies.megatron import parallelize_as_megatron
@@ -18,7 +21,7 @@ from lss.strategies.tensor_parallel import parallelize_tensors
 StrategyName = Literal["lss", "serial", "ring", "lightseq", "ulysses", "megatron", "megatron-tp", "concatenated"]
 STRATEGY_NAMES: tuple[str, ...] = get_args(StrategyName)
 
-__all__ = ["STRATEGY_NAMES", "StrategyName", "parallelize_as", "parallelize_serially"]
+__all__ = ["STRATEGY_NAMES", "StrategyName", "parallelize_as"]
 
 
 def parallelize_as(strategy: StrategyName, model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> nn.Module:
@@ -39,10 +42,9 @@ def parallelize_as(strategy: StrategyName, model: nn.Module, mesh: DeviceMesh | 
     return _STRATEGIES[strategy](model, mesh, **options)
 
 
-def parallelize_serially(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> nn.Module:
+def _parallelize_serially(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> nn.Module:
     """One rank a sequence, by the fastest kernel: what runs over ranks are compared with."""
-    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
-    size = mesh["sequence"].size() if mesh is not None and "sequence" in names else 1
+    size = Axis.of(mesh, SEQUENCE, Ledger()).size
     if size > 1:
         raise ModelError(
             f"strategy serial over {size} ranks a sequence", allowed="one rank a sequence, in any number of data groups"
@@ -52,7 +54,7 @@ def parallelize_serially(model: nn.Module, mesh: DeviceMesh | None, **options: A
 
 _STRATEGIES: dict[str, Callable[..., nn.Module]] = {
     "lss": parallelize,
-    "serial": parallelize_serially,
+    "serial": _parallelize_serially,
     "ring": partial(parallelize, strategy="ring"),
     "lightseq": partial(parallelize, strategy="lightseq"),
     "ulysses": partial(parallelize, strategy="ulysses"),

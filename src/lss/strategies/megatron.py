@@ -36,13 +36,19 @@ def parallelize_as_megatron(model: GPT, mesh: DeviceMesh | None, **options: Any)
     Raises:
         ModelError: The model is another one, or cannot be parallelized.
     """
-    if not isinstance(model, GPT):
-        raise ModelError(
-            f"a {type(model).__name__} with the strategy megatron", allowed="lss.models.GPT: presets and configurations"
-        )
+    require_gpt(model, "megatron")
     parallelize(model, mesh, **options)
     compute_whole(model)
     return model
+
+
+def require_gpt(model: object, strategy: str) -> None:
+    """Raise ModelError unless it is a model of this package, whose parts are known."""
+    if not isinstance(model, GPT):
+        raise ModelError(
+            f"a {type(model).__name__} with the strategy {strategy}",
+            allowed="lss.models.GPT: presets and configurations",
+        )
 
 
 def compute_whole(model: GPT, cut_over: DeviceMesh | None = None) -> None:

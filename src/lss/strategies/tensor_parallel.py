@@ -13,14 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lss.attention import DistributedAttention
+from lss.collectives import Axis
 from lss.context import context_of
 from lss.dropout import PositionDropout
 from lss.errors import ModelError
+from lss.ledger import Ledger
 from lss.mesh import SEQUENCE
 from lss.models import GPT
 from lss.models.gpt import Block, FeedForward
 from lss.parallelize import parallelize
-from lss.strategies.megatron import compute_whole
+from lss.strategies.megatron import compute_whole, require_gpt
 
 # How torch cuts each projection of a block: by its outputs, or by its inputs.
 _BY_OUTPUT = ("attention.query", "attention.key", "attention.value", "feed_forward.0")
@@ -39,12 +41,8 @@ def parallelize_tensors(model: GPT, mesh: DeviceMesh | None, holders: DeviceMesh
     Raises:
         ModelError: The model is another one, or its heads or columns cannot be shared out evenly.
     """
-    size = mesh[SEQUENCE].size() if mesh is not None and SEQUENCE in (mesh.mesh_dim_names or ()) else 1
-    if not isinstance(model, GPT):
-        raise ModelError(
-            f"a {type(model).__name__} with the strategy megatron-tp",
-            allowed="lss.models.GPT: presets and configurations",
-        )
+    require_gpt(model, "megatron-tp")
+    size = Axis.of(mesh, SEQUENCE, Ledger()).size
     if model.config.heads % size or model.config.num_key_value_heads % size:
         raise ModelError(
             f"{model.config.heads} heads, {model.config.num_key_value_heads} of them with keys, over {size} ranks",
